@@ -1,0 +1,38 @@
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+
+.PHONY: train test bench format clean
+.DELETE_ON_ERROR:
+
+train: $(VENV)/.examples
+	$(PY) examples/train.py $(ARGS)
+
+test: $(VENV)/.test
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m pytest -n 2 $(ARGS)
+
+bench: $(VENV)/.bench
+	$(PY) -m bench $(ARGS)
+
+format: $(VENV)/.test
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+# Everything made here except the environment: remove $(VENV) by hand to start from nothing.
+clean:
+	rm -rf build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name $(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+# One stamp for each extra; all install into the same environment.
+$(VENV)/.examples $(VENV)/.test $(VENV)/.bench: $(VENV)/.%: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
+	$(PY) -m pip install -c constraints.txt -e ".[$*]"
+	touch $@
+
+$(VENV)/pyvenv.cfg:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)

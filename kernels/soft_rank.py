@@ -1,0 +1,115 @@
+"""Forward and backward of `soft_rank` on one block of the similarity matrix.
+
+Shapes: scores [rows, n_keys] with a row stride that is a multiple of 16 elements, in units of the temperature;
+start, count, offset [rows] int64: the positives of a row are the columns start .. start + count - 1, and its pairs
+lie at offset .. offset + count - 1 of the flat tensors ranks, slopes, positives [M].
+n_bucket and p_bucket exist for the autotuner only: N and the class size, rounded up to a power of two.
+"""
+
+import triton
+import triton.language as tl
+
+from .surrogates import scaled, surrogate
+
+ROW_STRIDE_UNIT = tl.constexpr(16)
+
+
+@triton.jit
+def row_pointer(matrix, row, stride_units):
+    # int64 before the stride: rows * stride passes 2^31. The constant factor lets loads be vectorised for every
+    # n_keys without a specialised build.
+    return matrix + row.to(tl.int64) * stride_units * ROW_STRIDE_UNIT
+
+
+@triton.jit(do_not_specialize=["stride_units", "n_keys", "n_bucket", "p_bucket"])
+def soft_rank_forward(
+    scores,
+    start,
+    count,
+    offset,
+    ranks,
+    slopes,
+    positives,
+    stride_units,
+    n_keys,
+    n_bucket,
+    p_bucket,
+    SURROGATE: tl.constexpr,
+    WITH_SLOPES: tl.constexpr,
+    FAST_MATH: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """ranks[i] = sum_j g(s_j - s_i), slopes[i] = sum_j g'(s_j - s_i) over the negatives j, positives[i] = s_i."""
+    row = tl.program_id(0)
+    n_positives = tl.load(count + row)
+    p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
+    if tl.program_id(1) * BLOCK_P >= n_positives:
+        return
+    first = tl.load(start + row)
+    last = first + n_positives
+    row_scores = row_pointer(scores, row, stride_units)
+    positive = tl.load(row_scores + first + p, mask=p < n_positives, other=0.0)
+    threshold = scaled(positive, SURROGATE)[:, None]
+    rank = tl.zeros([BLOCK_P, BLOCK_N], dtype=scores.dtype.element_ty)
+    slope = tl.zeros([BLOCK_P, BLOCK_N], dtype=scores.dtype.element_ty)
+    for begin in range(0, n_keys, BLOCK_N):
+        n = begin + tl.arange(0, BLOCK_N)
+        is_negative = (n < n_keys) & ((n < first) | (n >= last))
+        negative = tl.load(row_scores + n, mask=is_negative, other=-float("inf"))
+        value, derivative = surrogate(scaled(negative, SURROGATE)[None, :] - threshold, SURROGATE, FAST_MATH)
+        rank += value
+        if WITH_SLOPES:
+            slope += derivative
+    pair = tl.load(offset + row) + p
+    tl.store(ranks + pair, tl.sum(rank, 1), mask=p < n_positives)
+    tl.store(positives + pair, positive, mask=p < n_positives)
+    if WITH_SLOPES:
+        tl.store(slopes + pair, tl.sum(slope, 1), mask=p < n_positives)
+
+
+@triton.jit(do_not_specialize=["stride_units", "n_keys", "n_bucket", "p_bucket"])
+def soft_rank_backward(
+    scores,
+    start,
+    count,
+    offset,
+    slopes,
+    positives,
+    grad_ranks,
+    grad_positives,
+    grad_scores,
+    stride_units,
+    n_keys,
+    n_bucket,
+    p_bucket,
+    SURROGATE: tl.constexpr,
+    FAST_MATH: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """grad_scores of one row: sum_i w_i g'(s_j - s_i) at a negative j, grad_positives[i] - w_i slopes[i] at i.
+
+    A pure map: no reduction across programs, every element written once.
+    """
+    row = tl.program_id(0)
+    n_positives = tl.load(count + row)
+    first = tl.load(start + row)
+    pairs = tl.load(offset + row)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    negative = tl.load(row_pointer(scores, row, stride_units) + n, mask=n < n_keys, other=-float("inf"))
+    negative = scaled(negative, SURROGATE)[None, :]
+    grad = tl.zeros([BLOCK_P, BLOCK_N], dtype=scores.dtype.element_ty)
+    for begin in range(0, n_positives, BLOCK_P):
+        p = begin + tl.arange(0, BLOCK_P)
+        positive = tl.load(positives + pairs + p, mask=p < n_positives, other=0.0)
+        weight = tl.load(grad_ranks + pairs + p, mask=p < n_positives, other=0.0)
+        _, derivative = surrogate(negative - scaled(positive, SURROGATE)[:, None], SURROGATE, FAST_MATH)
+        grad += weight[:, None] * derivative
+    own = n - first
+    is_positive = (own >= 0) & (own < n_positives)
+    weight = tl.load(grad_ranks + pairs + own, mask=is_positive, other=0.0)
+    slope = tl.load(slopes + pairs + own, mask=is_positive, other=0.0)
+    direct = tl.load(grad_positives + pairs + own, mask=is_positive, other=0.0)
+    grad_row = tl.where(is_positive, direct - weight * slope, tl.sum(grad, 0))
+    tl.store(row_pointer(grad_scores, row, stride_units) + n, grad_row, mask=n < n_keys)

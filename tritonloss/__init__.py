@@ -1,0 +1,17 @@
+"""Exact metric-learning losses whose heavy part runs in Triton kernels."""
+
+from tritonloss import distances, functional, losses, reducers, reference, regularizers, types
+from tritonloss.backends import use_backend
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "distances",
+    "functional",
+    "losses",
+    "reducers",
+    "reference",
+    "regularizers",
+    "types",
+    "use_backend",
+]

@@ -1,0 +1,76 @@
+"""How each kernel is launched: its configurations, and Triton's autotuner over them.
+
+Triton is a parameter here, not an import: this module can be read without it.
+"""
+
+import inspect
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+ENVIRONMENT_VARIABLE = "TRITONLOSS_AUTOTUNE"
+# Sums are kept for every pair of a tile until the end of a row: more pairs a thread than this spill registers.
+MAX_PAIRS_PER_THREAD = 32
+LANES = 32
+
+CONFIGS: dict[str, list[dict[str, int]]] = {
+    # The first is the one used without tuning.
+    "soft_rank_forward": [
+        {"BLOCK_N": 512, "num_warps": 4},
+        {"BLOCK_N": 256, "num_warps": 4},
+        {"BLOCK_N": 1024, "num_warps": 4},
+        {"BLOCK_N": 1024, "num_warps": 8},
+        {"BLOCK_N": 2048, "num_warps": 8},
+    ],
+    "soft_rank_backward": [
+        {"BLOCK_N": 512, "num_warps": 4},
+        {"BLOCK_N": 256, "num_warps": 4},
+        {"BLOCK_N": 1024, "num_warps": 4},
+        {"BLOCK_N": 1024, "num_warps": 8},
+    ],
+}
+
+
+def bucket(size: int) -> int:
+    """The power of two at or above `size`: kernels are tuned once per bucket, not once per batch size."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def positives_per_tile(width: int) -> int:
+    """BLOCK_P for classes of up to `width`."""
+    return min(bucket(width), 8)
+
+
+def fits_registers(config: dict[str, int], block_p: int) -> bool:
+    return config["BLOCK_N"] * block_p <= MAX_PAIRS_PER_THREAD * LANES * config["num_warps"]
+
+
+def configurations(kernel: str, block_p: int) -> list[dict[str, int]]:
+    """The configurations of a kernel that do not spill with `block_p` positives a tile."""
+    return [config for config in CONFIGS[kernel] if fits_registers(config, block_p)]
+
+
+def tuning_enabled() -> bool:
+    return os.environ.get(ENVIRONMENT_VARIABLE, "1") != "0"
+
+
+def autotuner(triton: Any, kernel: Any, name: str, do_bench: Callable[..., Any] | None = None) -> Any:
+    """`kernel` under triton.autotune: keyed by the buckets and the tile, remembered on disk where Triton can."""
+
+    def prune(configs: Iterable[Any], arguments: dict[str, Any], **kwargs: Any) -> list[Any]:
+        block_p = {**arguments, **kwargs}["BLOCK_P"]
+        return [c for c in configs if fits_registers({**c.kwargs, "num_warps": c.num_warps}, block_p)]
+
+    configs = [
+        triton.Config({"BLOCK_N": config["BLOCK_N"]}, num_warps=config["num_warps"])
+        for config in CONFIGS[name]
+    ]
+    accepted = inspect.signature(triton.autotune).parameters
+    options = {"cache_results": True} if "cache_results" in accepted else {}
+    return triton.autotune(
+        configs,
+        key=["n_bucket", "p_bucket", "SURROGATE"],
+        prune_configs_by={"early_config_prune": prune},
+        do_bench=do_bench,
+        **options,
+    )(kernel)

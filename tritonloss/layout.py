@@ -1,0 +1,86 @@
+"""Rows sorted by label, so that the positives of a query are one contiguous range of columns."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Positives(NamedTuple):
+    """The positives of a block of queries: query q owns the columns start[q] .. start[q] + count[q] - 1.
+
+    start, count, offset: [rows] int64; its pairs lie at offset[q] .. offset[q] + count[q] - 1 of the flat tensors.
+    width: an upper bound of count that the host knows, for the launch of a forward kernel.
+    """
+
+    start: Tensor
+    count: Tensor
+    offset: Tensor
+    width: int
+
+
+def class_ranges(query_labels: Tensor, sorted_labels: Tensor) -> tuple[Tensor, Tensor]:
+    """First column and number of columns of each query's class among keys sorted by label.
+
+    query_labels: [Q] integer. sorted_labels: [N] integer, ascending. Returns start [Q] and count [Q], int64; a label
+    that no key has gives count 0. Time O(Q log N), no host sync.
+    """
+    start = torch.searchsorted(sorted_labels, query_labels)
+    return start, torch.searchsorted(sorted_labels, query_labels, right=True) - start
+
+
+@dataclass(frozen=True)
+class ClassLayout:
+    """A batch whose rows are sorted by label; queries and keys are the same rows.
+
+    order: [N] int64, the original row of each sorted row (stable).
+    start, count: [N] int64, the class range of each sorted row, itself included.
+    """
+
+    order: Tensor
+    start: Tensor
+    count: Tensor
+
+    @classmethod
+    def from_labels(cls, labels: Tensor) -> "ClassLayout":
+        """labels: [N] of any integer dtype or bool, any values. Time O(N log N), no host sync."""
+        sorted_labels, order = torch.sort(labels.to(torch.int64), stable=True)
+        return cls(order, *class_ranges(sorted_labels, sorted_labels))
+
+    @property
+    def query_count(self) -> Tensor:
+        """[N] int64: the class size, 0 for a lone row, which is no query."""
+        return torch.where(self.count > 1, self.count, 0)
+
+    def sort(self, rows: Tensor) -> Tensor:
+        """rows [N, ...] in sorted order; differentiable, deterministic."""
+        return _Permute.apply(rows, self.order)  # type: ignore[no-any-return, no-untyped-call]
+
+    def unsort(self, rows: Tensor) -> Tensor:
+        """The inverse of `sort`; differentiable, deterministic."""
+        return _Permute.apply(rows, torch.argsort(self.order))  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Permute(torch.autograd.Function):
+    """rows[order] for a permutation: its gradient is a scatter without collisions, where indexing would accumulate."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, rows: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (order,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return grad[torch.argsort(order)], None
+
+
+def segment_mean(values: Tensor, count: Tensor) -> Tensor:
+    """Mean of each query's pairs; 0 where a query has none.
+
+    values: [M] float, the pairs of query 0, then of query 1, ...; entries past sum(count) are ignored.
+    count: [Q] int64. Returns [Q]. Deterministic; time and memory O(M).
+    """
+    total = torch.segment_reduce(values, "sum", lengths=count, initial=0, unsafe=True)
+    return total / count.clamp(min=1).to(values.dtype)

@@ -1,0 +1,202 @@
+"""What every loss shares: validation, options, named terms, and the dtype rules."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tritonloss.distances import CosineSimilarity, Distance, check_distance, is_cosine
+from tritonloss.indices import as_indices
+from tritonloss.reducers import MeanReducer, reduce_terms
+from tritonloss.regularizers import apply_regularizer
+from tritonloss.types import IndicesTuple, LossDict, PairIndices, TripletIndices, accumulation_dtype, upcast
+
+
+class BaseMetricLossFunction(nn.Module):
+    """Base of the losses: `criterion(embeddings, labels)` is a scalar.
+
+    A subclass defines `compute_loss`, and `default_distance` or `default_reducer` where it needs others. Everything is
+    computed in float32 (float64 for float64 embeddings) with autocast off. The result has the dtype of the embeddings,
+    or float32 inside autocast.
+
+    Args:
+        distance: an object of `tritonloss.distances` or of pytorch-metric-learning; None for `default_distance()`.
+        reducer: an object of `tritonloss.reducers` or of pytorch-metric-learning; None for `default_reducer()`.
+        embedding_regularizer: called on the embeddings [N, D] as they were given, returns a scalar.
+        embedding_reg_weight: factor of that scalar, which is added after the reduction.
+
+    Raises:
+        TypeError: the distance is not one, or the regularizer or the reducer cannot be called.
+    """
+
+    def __init__(
+        self,
+        *,
+        distance: Distance | None = None,
+        reducer: Callable[..., Tensor] | None = None,
+        embedding_regularizer: Callable[[Tensor], Tensor] | None = None,
+        embedding_reg_weight: float = 1.0,
+    ) -> None:
+        super().__init__()
+        for name, option in (("reducer", reducer), ("embedding_regularizer", embedding_regularizer)):
+            if option is not None and not callable(option):
+                raise TypeError(f"{name} must be callable or None, got {type(option).__name__}")
+        self.distance = self.default_distance() if distance is None else check_distance(distance)
+        self.reducer = self.default_reducer() if reducer is None else reducer
+        self.embedding_regularizer = embedding_regularizer
+        self.embedding_reg_weight = embedding_reg_weight
+
+    def default_distance(self) -> Distance:
+        return CosineSimilarity()
+
+    def default_reducer(self) -> Callable[..., Tensor]:
+        return MeanReducer()
+
+    def compute_loss(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: PairIndices | TripletIndices | None,
+        ref_emb: Tensor | None,
+        ref_labels: Tensor | None,
+    ) -> LossDict:
+        """The named terms of the objective; `{}` where there is nothing to compute. Defined by the subclass."""
+        raise NotImplementedError(f"{type(self).__name__} must define compute_loss")
+
+    def regularization_terms(self, embeddings: Tensor) -> LossDict:
+        """The named scalars that are added to the reduced objective."""
+        if self.embedding_regularizer is None:
+            return {}
+        penalty = apply_regularizer(self.embedding_regularizer, embeddings) * self.embedding_reg_weight
+        return {"embedding_reg_loss": {"losses": penalty, "indices": None}}
+
+    def objective_terms(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None = None,
+        indices_tuple: IndicesTuple | None = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> LossDict:
+        """The named terms of the objective, before reduction. Arguments and errors as for `forward`."""
+        check_embeddings(embeddings, "embeddings")
+        if labels is not None:
+            check_labels(labels, embeddings, "labels")
+        if ref_emb is not None:
+            check_embeddings(ref_emb, "ref_emb")
+        if ref_labels is not None:
+            if ref_emb is None:
+                raise ValueError("ref_labels were given without ref_emb")
+            check_labels(ref_labels, ref_emb, "ref_labels")
+        with full_precision(embeddings):
+            return self.compute_loss(embeddings, labels, as_indices(indices_tuple), ref_emb, ref_labels)
+
+    def loss_terms(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None = None,
+        indices_tuple: IndicesTuple | None = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> LossDict:
+        """All named terms, objective and regularization, before reduction. Arguments and errors as for `forward`."""
+        terms = self.objective_terms(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+        return {**terms, **self.regularization_terms(embeddings)}
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None = None,
+        indices_tuple: IndicesTuple | None = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> Tensor:
+        """The loss.
+
+        Args:
+            embeddings: [N, D], any floating dtype.
+            labels: [N], any integer dtype or bool, on the same device. Values are opaque: only equality counts.
+            indices_tuple: mined triplets or pairs, for the losses that use them.
+            ref_emb, ref_labels: a separate reference set, for the losses that use one.
+
+        Returns:
+            Scalar; zero, attached to the graph of the embeddings, where there is nothing to compute.
+
+        Raises:
+            TypeError: embeddings that are not floating, labels that are not integers, indices of another dtype.
+            ValueError: wrong rank, lengths or devices that differ, an argument the loss does not support.
+        """
+        terms = self.objective_terms(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+        with full_precision(embeddings):
+            loss = reduce_terms(self.reducer, terms, embeddings, labels)
+        for term in self.regularization_terms(embeddings).values():
+            loss = loss + term["losses"]
+        return loss.to(output_dtype(embeddings))
+
+
+def check_embeddings(embeddings: Any, name: str) -> None:
+    """[N, D] floating, or an error that names the argument."""
+    if not isinstance(embeddings, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(embeddings).__name__}")
+    if not embeddings.is_floating_point():
+        raise TypeError(f"{name} must be of a floating dtype, got {embeddings.dtype}")
+    if embeddings.ndim != 2:
+        raise ValueError(f"{name} must have shape [N, D], got {list(embeddings.shape)}")
+
+
+def check_labels(labels: Any, embeddings: Tensor, name: str) -> None:
+    """[N] integers on the device of the embeddings, or an error that names the argument."""
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(labels).__name__}")
+    if labels.is_floating_point() or labels.is_complex():
+        raise TypeError(f"{name} must be of an integer dtype or bool, got {labels.dtype}")
+    if labels.ndim != 1 or len(labels) != len(embeddings):
+        raise ValueError(
+            f"{name} must have shape [{len(embeddings)}], one label a row of embeddings, got {list(labels.shape)}"
+        )
+    if labels.device != embeddings.device:
+        raise ValueError(f"{name} must be on {embeddings.device} like the embeddings, got {labels.device}")
+
+
+def require_labels(loss: str, labels: Tensor | None) -> Tensor:
+    if labels is None:
+        raise ValueError(f"{loss}: labels are required, got None")
+    return labels
+
+
+def refuse(loss: str, **arguments: Any) -> None:
+    """Raise for arguments that a loss does not support and that are not None."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{loss} does not support {name}: expected None, got {type(value).__name__}")
+
+
+def require_cosine(loss: str, distance: Distance) -> None:
+    if not is_cosine(distance):
+        raise TypeError(
+            f"{loss}: distance must be plain CosineSimilarity (p = 2, power = 1), got {type(distance).__name__}"
+        )
+
+
+def full_precision(embeddings: Tensor) -> torch.autocast:
+    """Autocast off on the device of the embeddings."""
+    return torch.autocast(embeddings.device.type, enabled=False)
+
+
+def output_dtype(embeddings: Tensor) -> torch.dtype:
+    """The dtype of a loss: that of the embeddings; inside autocast never below float32."""
+    if torch.is_autocast_enabled(embeddings.device.type):
+        return accumulation_dtype(embeddings.dtype)
+    return embeddings.dtype
+
+
+def unit_rows(embeddings: Tensor) -> Tensor:
+    """Rows divided by their Euclidean norm (by 1e-12 if that is larger), in float32 or float64."""
+    return F.normalize(upcast(embeddings), dim=1)
+
+
+def mean_of_queries(per_query: Tensor, is_query: Tensor) -> Tensor:
+    """Sum of the losses [N], 0 where a row is no query, over the number of queries; 0 without any."""
+    return per_query.sum() / is_query.sum().clamp(min=1).to(per_query.dtype)

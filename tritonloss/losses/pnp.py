@@ -1,0 +1,216 @@
+"""PNP: penalise the negatives that stand before each positive."""
+
+from collections.abc import Callable
+from numbers import Real
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from tritonloss import reference
+from tritonloss.backends import selected_backend
+from tritonloss.distances import Distance
+from tritonloss.layout import ClassLayout, segment_mean
+from tritonloss.losses.base import (
+    BaseMetricLossFunction,
+    check_embeddings,
+    check_labels,
+    full_precision,
+    mean_of_queries,
+    output_dtype,
+    refuse,
+    require_cosine,
+    require_labels,
+    unit_rows,
+)
+from tritonloss.ops import soft_rank
+from tritonloss.types import LossDict, PairIndices, PNPVariant, Reduction, TripletIndices, upcast
+
+
+def pnp_loss(
+    embeddings: Tensor,
+    labels: Tensor,
+    *,
+    b: float = 2,
+    alpha: float = 1,
+    anneal: float = 0.01,
+    variant: PNPVariant = "O",
+    reduction: Reduction = "mean",
+    max_class_size: int | None = None,
+    memory_budget: int | None = None,
+) -> Tensor:
+    """Penalise the negatives that stand before each positive of each query (`PNPLoss` without its module).
+
+    s is the cosine similarity, R[q, i] = sum over the rows j of other classes of sigmoid((s_qj - s_qi) / anneal), for
+    every row i of q's class, q included. A query's loss is the mean over i of
+
+    | variant | f(R) |
+    |---|---|
+    | "O" | R |
+    | "Iu" | (1 + R) ln(1 + R) |
+    | "Ib" | (b R - ln(1 + b R)) / b^2 |
+    | "Ds" | ln(1 + R) |
+    | "Dq" | 1 - (1 + R)^-alpha |
+
+    and the loss is the mean over the queries whose class has another row; 0 if there is none.
+
+    Args:
+        embeddings: [N, D], any floating dtype; normalised here.
+        labels: [N], any integer dtype or bool. Only equality counts.
+        b: curvature of "Ib", not 0; the paper advises 2.
+        alpha: decay of "Dq", at least 1; the paper advises 8. The gradient of "Dq" fades as R^-(alpha + 1): with a
+            large batch and untrained embeddings R is in the hundreds and nothing is learned. Start with "Ds", or with
+            a smaller alpha, a smaller batch or a larger anneal.
+        anneal: temperature of the sigmoid, in units of the cosine; 0.01 in the paper. Not 0.
+        variant: see the table.
+        reduction: "mean", or "none" for the loss of each query, [N], 0 for a query without another positive.
+        max_class_size: a bound of the class sizes. It replaces the call's one host sync on CUDA, so that the call can
+            be captured in a CUDA graph; the device asserts it. Memory then grows with N max_class_size.
+        memory_budget: bytes that similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU and a
+            sixteenth of the device's memory on CUDA.
+
+    Returns:
+        Scalar, or [N], in the dtype of the embeddings (float32 inside autocast). Computed in float32 or float64.
+
+    Time O(N^2 D + sum over classes of n^2 (N - n)), n the size of a class. Memory O(memory_budget + N D + sum of n^2).
+
+    Raises:
+        TypeError: embeddings that are not floating, labels that are not integers, an option that is no number.
+        ValueError: an unknown variant or reduction, anneal = 0, b = 0 with "Ib", wrong shapes, devices that differ.
+
+    Source: Li et al., Rethinking the Optimization of Average Precision: Only Penalizing Negative Instances before
+    Positive Ones is Enough, AAAI 2022, sections "Definition of PNP" and "Variants of PNP".
+    """
+    check_embeddings(embeddings, "embeddings")
+    check_labels(labels, embeddings, "labels")
+    check_options(b, alpha, anneal, variant)
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"reduction is {reduction!r}: expected one of {', '.join(get_args(Reduction))}")
+    with full_precision(embeddings):
+        per_query, is_query = per_query_pnp(
+            embeddings, labels, b, alpha, anneal, variant, max_class_size, memory_budget
+        )
+        loss = per_query if reduction == "none" else mean_of_queries(per_query, is_query)
+    return loss.to(output_dtype(embeddings))
+
+
+class PNPLoss(BaseMetricLossFunction):
+    """The loss of `pnp_loss` as a module, with pytorch-metric-learning 3's signature.
+
+    `PNPLoss()(embeddings, labels)` takes embeddings [N, D] of any floating dtype and labels [N] of any integer dtype.
+    Its one term, "loss", is a scalar. It takes no `reducer`.
+
+    Args:
+        b, alpha, anneal, variant, max_class_size, memory_budget: as for `pnp_loss`, which has the equations, the cost
+            and the source. "Dq" does not learn from untrained embeddings in a large batch: see `alpha` there.
+        distance: only plain cosine similarity, ours or pytorch-metric-learning's.
+        embedding_regularizer, embedding_reg_weight: as for `BaseMetricLossFunction`.
+
+    Raises:
+        TypeError: another distance, an option that is no number.
+        ValueError: an unknown variant, anneal = 0, b = 0 with "Ib"; when called, labels that are missing, or an
+            `indices_tuple`, `ref_emb` or `ref_labels` that is not None.
+    """
+
+    def __init__(
+        self,
+        b: float = 2,
+        alpha: float = 1,
+        anneal: float = 0.01,
+        variant: PNPVariant = "O",
+        *,
+        distance: Distance | None = None,
+        embedding_regularizer: Callable[[Tensor], Tensor] | None = None,
+        embedding_reg_weight: float = 1.0,
+        max_class_size: int | None = None,
+        memory_budget: int | None = None,
+    ) -> None:
+        check_options(b, alpha, anneal, variant)
+        super().__init__(
+            distance=distance,
+            embedding_regularizer=embedding_regularizer,
+            embedding_reg_weight=embedding_reg_weight,
+        )
+        require_cosine("PNPLoss", self.distance)
+        self.b, self.alpha, self.anneal, self.variant = b, alpha, anneal, variant
+        self.max_class_size, self.memory_budget = max_class_size, memory_budget
+
+    def compute_loss(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: PairIndices | TripletIndices | None,
+        ref_emb: Tensor | None,
+        ref_labels: Tensor | None,
+    ) -> LossDict:
+        labels = require_labels("PNPLoss", labels)
+        refuse("PNPLoss", indices_tuple=indices_tuple, ref_emb=ref_emb, ref_labels=ref_labels)
+        per_query, is_query = per_query_pnp(
+            embeddings,
+            labels,
+            self.b,
+            self.alpha,
+            self.anneal,
+            self.variant,
+            self.max_class_size,
+            self.memory_budget,
+        )
+        return {"loss": {"losses": mean_of_queries(per_query, is_query), "indices": None}}
+
+    def extra_repr(self) -> str:
+        return f"b={self.b}, alpha={self.alpha}, anneal={self.anneal}, variant={self.variant!r}"
+
+
+def check_options(b: Any, alpha: Any, anneal: Any, variant: Any) -> None:
+    for name, value in (("b", b), ("alpha", alpha), ("anneal", anneal)):
+        if not isinstance(value, Real):
+            raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if variant not in get_args(PNPVariant):
+        raise ValueError(f"variant is {variant!r}: expected one of {', '.join(get_args(PNPVariant))}")
+    if anneal == 0 or anneal != anneal:
+        raise ValueError(f"anneal is {anneal}: expected a number other than 0")
+    if variant == "Ib" and b == 0:
+        raise ValueError("b is 0: variant 'Ib' divides by b^2")
+
+
+def per_query_pnp(
+    embeddings: Tensor,
+    labels: Tensor,
+    b: float,
+    alpha: float,
+    anneal: float,
+    variant: PNPVariant,
+    max_class_size: int | None,
+    memory_budget: int | None,
+) -> tuple[Tensor, Tensor]:
+    """The loss of each row as a query [N], and whether it is one [N] bool."""
+    if selected_backend() == "reference":
+        return reference.pnp(upcast(embeddings), labels, b=b, alpha=alpha, anneal=anneal, variant=variant)
+    layout = ClassLayout.from_labels(labels)
+    rows = layout.sort(unit_rows(embeddings))
+    count = layout.query_count
+    ranks = soft_rank(
+        rows,
+        rows,
+        layout.start,
+        count,
+        temperature=anneal,
+        max_class_size=max_class_size,
+        memory_budget_bytes=memory_budget,
+    ).ranks
+    per_query = segment_mean(penalty(ranks, variant, b, alpha), count)
+    return layout.unsort(per_query), layout.unsort(count > 0)
+
+
+def penalty(ranks: Tensor, variant: PNPVariant, b: float, alpha: float) -> Tensor:
+    """f(R) of the variant, elementwise."""
+    if variant == "O":
+        return ranks
+    if variant == "Ib":
+        return (b * ranks - torch.log1p(b * ranks)) / b**2
+    log = torch.log1p(ranks)
+    if variant == "Iu":
+        return (1 + ranks) * log
+    if variant == "Ds":
+        return log
+    return -torch.expm1(-alpha * log)

@@ -1,0 +1,249 @@
+"""`soft_rank`: how many negatives stand above each positive of each query, softly counted."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonloss.backends import backend_module, selected_backend
+from tritonloss.ops.streaming import (
+    BlockPlan,
+    empty_scores,
+    keeps_similarity,
+    memory_budget,
+    refuse_second_derivative,
+    rows_per_block,
+)
+
+SURROGATES = ("sigmoid", "one_side_huber")
+
+
+class SoftRanks(NamedTuple):
+    """ranks, scores: [M], one entry for each (query, positive), the pairs of query 0 first."""
+
+    ranks: Tensor
+    scores: Tensor
+
+
+def soft_rank(
+    queries: Tensor,
+    keys: Tensor,
+    start: Tensor,
+    count: Tensor,
+    *,
+    surrogate: str = "sigmoid",
+    temperature: float = 0.01,
+    max_class_size: int | None = None,
+    memory_budget_bytes: int | None = None,
+) -> SoftRanks:
+    """R[q, i] = sum over the negatives j of q of g((s_qj - s_qi) / temperature), for every positive i of q.
+
+    s = queries @ keys.T. The positives of query q are the keys start[q] .. start[q] + count[q] - 1; every other key is
+    a negative.
+
+    Args:
+        queries: [Q, D] float32 or float64, contiguous or not.
+        keys: [N, D], same dtype and device; may be `queries` itself.
+        start, count: [Q] int64. A count of 0 gives the query no pair.
+        surrogate: "sigmoid", g(x) = 1 / (1 + e^-x); or "one_side_huber", g(x) = 1 + 2x above 0, (1 + x)^2 from -1 to 0,
+            0 below (SOPRC, arXiv 2209.13262, Eq. 7).
+        temperature: width of the surrogate, > 0.
+        max_class_size: a bound of count. It replaces the one host sync of the call; ranks and scores then have
+            Q * max_class_size entries, zero past the pairs, and the device asserts the bound.
+        memory_budget_bytes: what the similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU, a
+            sixteenth of the device on CUDA. If all of them fit they are kept for the backward pass, else recomputed.
+
+    Returns:
+        SoftRanks(ranks [M], scores [M]), M = sum(count); differentiable once, in queries and keys.
+
+    Time O(sum_q count[q] (N - count[q]) + Q N D). Memory O(budget + (Q + N) D + M).
+
+    Raises:
+        ValueError: unknown surrogate, a budget below 1, a temperature that is not positive.
+        RuntimeError: the chosen backend cannot serve the device; a second derivative is asked for.
+    """
+    if surrogate not in SURROGATES:
+        raise ValueError(f"surrogate is {surrogate!r}: expected one of {', '.join(SURROGATES)}")
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}: expected a number above 0")
+    ranks, scores, *_ = _soft_rank(
+        queries,
+        keys,
+        start,
+        count,
+        surrogate,
+        float(temperature),
+        -1 if max_class_size is None else max_class_size,
+        memory_budget(queries.device, memory_budget_bytes),
+        torch.is_grad_enabled() and (queries.requires_grad or keys.requires_grad),
+        selected_backend(),
+    )
+    return SoftRanks(ranks, scores * temperature)
+
+
+def _block_rows(queries: Tensor, keys: Tensor, budget: int) -> int:
+    return rows_per_block(len(queries), len(keys), keys.itemsize, keys.device, budget)
+
+
+def _keeps_similarity(queries: Tensor, keys: Tensor, save: bool, budget: int) -> bool:
+    return save and keeps_similarity(len(queries), len(keys), keys.itemsize, budget)
+
+
+@torch.library.custom_op("tritonloss::soft_rank", mutates_args=())
+def _soft_rank(
+    queries: Tensor,
+    keys: Tensor,
+    start: Tensor,
+    count: Tensor,
+    surrogate: str,
+    temperature: float,
+    max_class_size: int,
+    budget: int,
+    save: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """ranks [M], scores / temperature [M]; if `save`, slopes [M] and the similarity [Q, N] if it is kept; and [0, P].
+
+    The last has no elements: its shape tells the backward pass the largest class size P without another host sync.
+    A max_class_size of -1 means none was given.
+    """
+    bounded = max_class_size >= 0
+    if bounded:
+        torch._assert_async((count <= max_class_size).all(), "a class is larger than max_class_size")
+    plan = BlockPlan(
+        start, count, _block_rows(queries, keys, budget), width=max_class_size if bounded else None
+    )
+    new = queries.new_zeros if bounded else queries.new_empty
+    ranks, positive_scores = new(plan.n_pairs), new(plan.n_pairs)
+    slopes = new(plan.n_pairs if save else 0)
+    keep = _keeps_similarity(queries, keys, save, budget)
+    similarity = empty_scores(len(queries) if keep else 0, len(keys), queries)
+    scratch = empty_scores(0 if keep else plan.block_rows, len(keys), queries)
+    module = backend_module(backend, queries.device)
+    scaled = queries / temperature
+    for rows, positives in plan:
+        scores = similarity[rows] if keep else scratch[: len(positives.count)]
+        torch.mm(scaled[rows], keys.T, out=scores)
+        module.soft_rank_forward(
+            scores, positives, surrogate, ranks, slopes if save else None, positive_scores
+        )
+    return ranks, positive_scores, slopes, similarity, queries.new_empty(0, plan.largest)
+
+
+@_soft_rank.register_fake
+def _(
+    queries: Tensor,
+    keys: Tensor,
+    start: Tensor,
+    count: Tensor,
+    surrogate: str,
+    temperature: float,
+    max_class_size: int,
+    budget: int,
+    save: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    n_pairs: Any = len(queries) * max_class_size
+    largest: Any = max_class_size
+    if max_class_size < 0:
+        context = torch.library.get_ctx()
+        n_pairs, largest = context.new_dynamic_size(), context.new_dynamic_size()
+    keep = _keeps_similarity(queries, keys, save, budget)
+    return (
+        queries.new_empty(n_pairs),
+        queries.new_empty(n_pairs),
+        queries.new_empty(n_pairs if save else 0),
+        empty_scores(len(queries) if keep else 0, len(keys), queries),
+        queries.new_empty(0, largest),
+    )
+
+
+@torch.library.custom_op("tritonloss::soft_rank_backward", mutates_args=())
+def _soft_rank_backward(
+    grad_ranks: Tensor,
+    grad_scores: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    start: Tensor,
+    count: Tensor,
+    positive_scores: Tensor,
+    slopes: Tensor,
+    similarity: Tensor,
+    extent: Tensor,
+    surrogate: str,
+    temperature: float,
+    budget: int,
+    backend: str,
+    need_queries: bool,
+    need_keys: bool,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of queries [Q, D] and keys [N, D]; an unneeded one is empty."""
+    grad_queries = torch.zeros_like(queries) if need_queries else queries.new_empty(0)
+    grad_keys = torch.zeros_like(keys) if need_keys else keys.new_empty(0)
+    kept = len(similarity) > 0
+    plan = BlockPlan(start, count, _block_rows(queries, keys, budget), width=extent.shape[1])
+    scratch = empty_scores(0 if kept else plan.block_rows, len(keys), queries)
+    scratch_grad = empty_scores(plan.block_rows, len(keys), queries)
+    module = backend_module(backend, queries.device)
+    scaled = queries / temperature
+    for rows, positives in plan:
+        grad = scratch_grad[: len(positives.count)]
+        scores = similarity[rows] if kept else scratch[: len(positives.count)]
+        if not kept:
+            torch.mm(scaled[rows], keys.T, out=scores)
+        module.soft_rank_backward(
+            scores, positives, surrogate, slopes, positive_scores, grad_ranks, grad_scores, grad
+        )
+        if need_queries:
+            torch.mm(grad, keys, out=grad_queries[rows])
+        if need_keys:
+            grad_keys.addmm_(grad.T, scaled[rows])
+    return grad_queries.div_(temperature), grad_keys
+
+
+@_soft_rank_backward.register_fake
+def _(
+    grad_ranks: Tensor,
+    grad_scores: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    start: Tensor,
+    count: Tensor,
+    positive_scores: Tensor,
+    slopes: Tensor,
+    similarity: Tensor,
+    extent: Tensor,
+    surrogate: str,
+    temperature: float,
+    budget: int,
+    backend: str,
+    need_queries: bool,
+    need_keys: bool,
+) -> tuple[Tensor, Tensor]:
+    grad_queries = torch.empty_like(queries) if need_queries else queries.new_empty(0)
+    return grad_queries, torch.empty_like(keys) if need_keys else keys.new_empty(0)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    queries, keys, start, count, surrogate, temperature, _, budget, _, backend = inputs
+    _, positive_scores, slopes, similarity, extent = output
+    ctx.save_for_backward(queries, keys, start, count, positive_scores, slopes, similarity, extent)
+    ctx.options = surrogate, temperature, budget, backend
+    ctx.mark_non_differentiable(slopes, similarity, extent)
+
+
+def _backward(ctx: Any, grad_ranks: Tensor, grad_scores: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    need_queries, need_keys = ctx.needs_input_grad[:2]
+    grad_queries, grad_keys = _soft_rank_backward(
+        grad_ranks.contiguous(),
+        grad_scores.contiguous(),
+        *ctx.saved_tensors,
+        *ctx.options,
+        need_queries,
+        need_keys,
+    )
+    return grad_queries if need_queries else None, grad_keys if need_keys else None, *[None] * 8
+
+
+_soft_rank.register_autograd(_backward, setup_context=_save_for_backward)
+_soft_rank_backward.register_autograd(refuse_second_derivative)

@@ -1,0 +1,101 @@
+"""The walk over row blocks of a similarity matrix that is never held as a whole unless it fits the memory budget."""
+
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonloss.layout import Positives
+
+ENVIRONMENT_VARIABLE = "TRITONLOSS_MEMORY_BUDGET"
+MEBIBYTE = 1 << 20
+# A block is written by one GEMM and read by one reduction: it should stay in the last-level cache between the two.
+BLOCK_BYTES = {"cpu": 2 * MEBIBYTE, "cuda": 32 * MEBIBYTE}
+# Fewer rows than this starve the GEMM and leave multiprocessors without a program.
+MIN_ROWS = {"cpu": 16, "cuda": 64}
+# Kernels address rows in units of this many elements, which keeps loads vectorised for every N.
+ROW_STRIDE_UNIT = 16
+
+
+def memory_budget(device: torch.device, requested: int | None = None) -> int:
+    """Bytes that one loss call may hold for similarities: the argument, TRITONLOSS_MEMORY_BUDGET, or the default.
+
+    The default is 256 MiB on CPU and a sixteenth of the device's memory on CUDA. Raises ValueError below 1.
+    """
+    source = "memory_budget"
+    if requested is None and (text := os.environ.get(ENVIRONMENT_VARIABLE)):
+        source = ENVIRONMENT_VARIABLE
+        if not text.isdecimal():
+            raise ValueError(f"{source} is {text!r}: expected a number of bytes")
+        requested = int(text)
+    if requested is None:
+        if device.type == "cuda":
+            return torch.cuda.get_device_properties(device).total_memory // 16
+        return 256 * MEBIBYTE
+    if requested < 1:
+        raise ValueError(f"{source} is {requested}: expected at least 1 byte")
+    return requested
+
+
+def keeps_similarity(rows: int, columns: int, itemsize: int, budget: int) -> bool:
+    """Whether the whole similarity matrix fits the budget and is kept for the backward pass."""
+    return rows * columns * itemsize <= budget
+
+
+def rows_per_block(rows: int, columns: int, itemsize: int, device: torch.device, budget: int) -> int:
+    """Rows of one block: cache-sized, never more than the budget allows."""
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    row_bytes = max(1, columns * itemsize)
+    target = max(BLOCK_BYTES[kind] // row_bytes, MIN_ROWS[kind])
+    return max(1, min(target, budget // row_bytes, rows))
+
+
+def empty_scores(rows: int, columns: int, like: Tensor) -> Tensor:
+    """An uninitialised [rows, columns] whose row stride is a multiple of ROW_STRIDE_UNIT."""
+    stride = -(-columns // ROW_STRIDE_UNIT) * ROW_STRIDE_UNIT
+    return like.new_empty(rows, stride)[:, :columns]
+
+
+class Block(NamedTuple):
+    """A slice of the queries and their pairs."""
+
+    rows: slice
+    positives: Positives
+
+
+class BlockPlan:
+    """The row blocks of a call, and the place of every pair in the flat tensors [n_pairs]; `largest` bounds a class.
+
+    start, count: [Q] int64. width: a bound of count; without one, the largest count of each block is read from the
+    device together with the number of pairs, in one host sync.
+    """
+
+    def __init__(self, start: Tensor, count: Tensor, block_rows: int, width: int | None = None) -> None:
+        self.start, self.count, self.block_rows = start, count, block_rows
+        self.offset = torch.cumsum(count, 0) - count
+        n_blocks = -(-len(count) // block_rows)
+        if width is not None:
+            self.widths = [width] * n_blocks
+            self.n_pairs = len(count) * width
+        else:
+            padded = torch.nn.functional.pad(count, (0, n_blocks * block_rows - len(count)))
+            largest = padded.view(n_blocks, block_rows).amax(1)
+            *self.widths, self.n_pairs = torch.cat([largest, count.sum()[None]]).tolist()
+        self.largest = max(self.widths, default=0)
+
+    def __iter__(self) -> Iterator[Block]:
+        """The blocks that have pairs."""
+        for index, width in enumerate(self.widths):
+            if width:
+                rows = slice(index * self.block_rows, min((index + 1) * self.block_rows, len(self.count)))
+                yield Block(rows, Positives(self.start[rows], self.count[rows], self.offset[rows], width))
+
+
+def refuse_second_derivative(ctx: Any, *grads: Any) -> None:
+    """The autograd formula of every backward op."""
+    raise RuntimeError(
+        "tritonloss: the streamed backends have no second derivative (create_graph=True was differentiated again); "
+        "compute the loss under tritonloss.use_backend('reference'), which is dense and twice differentiable"
+    )
