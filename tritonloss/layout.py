@@ -1,13 +1,14 @@
 """Rows sorted by label, so that the positives of a query are one contiguous range of columns."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 
-class Positives(NamedTuple):
+@dataclass(frozen=True)
+class Positives:
     """The positives of a block of queries: query q owns the columns start[q] .. start[q] + count[q] - 1.
 
     start, count, offset: [rows] int64; its pairs lie at offset[q] .. offset[q] + count[q] - 1 of the flat tensors.
@@ -55,25 +56,25 @@ class ClassLayout:
 
     def sort(self, rows: Tensor) -> Tensor:
         """rows [N, ...] in sorted order; differentiable, deterministic."""
-        return _Permute.apply(rows, self.order)  # type: ignore[no-any-return, no-untyped-call]
+        return cast(Tensor, _Permute.apply(rows, self.order))  # type: ignore[no-untyped-call]
 
     def unsort(self, rows: Tensor) -> Tensor:
         """The inverse of `sort`; differentiable, deterministic."""
-        return _Permute.apply(rows, torch.argsort(self.order))  # type: ignore[no-any-return, no-untyped-call]
+        return cast(Tensor, _Permute.apply(rows, torch.argsort(self.order)))  # type: ignore[no-untyped-call]
 
 
 class _Permute(torch.autograd.Function):
     """rows[order] for a permutation: its gradient is a scatter without collisions, where indexing would accumulate."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, rows: Tensor, order: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
         ctx.save_for_backward(order)
         return rows[order]
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (order,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return grad[torch.argsort(order)], None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (order,) = ctx.saved_tensors
+        return torch.empty_like(grad).index_copy(0, order, grad), None
 
 
 def segment_mean(values: Tensor, count: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ def selected_backend() -> str:
     return _selected
 
 
-class use_backend:  # noqa: N801 - used like torch.no_grad and torch.set_grad_enabled
+class use_backend:
     """Choose the backend of every loss of this process, at once, or within a `with` block.
 
     name: "auto", "eager", "triton" or "reference". A backend that cannot serve a call raises RuntimeError at that

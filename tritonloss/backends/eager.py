@@ -1,7 +1,7 @@
 """The block functions in plain torch: any device, any floating dtype.
 
-Each takes a block of scores [rows, N] and writes into tensors its caller allocated. The loop runs over the positives of a
-row, one at a time: a block times one positive is the largest temporary.
+Each takes a block of scores [rows, N] and writes into tensors its caller allocated. The loop runs over the positives
+of a row, one at a time: a block times one positive is the largest temporary.
 """
 
 import torch

@@ -8,9 +8,9 @@ import torch
 import triton
 from torch import Tensor
 
+from tritonloss.backends import tuning
 from tritonloss.kernels import soft_rank
 from tritonloss.layout import Positives
-from tritonloss.backends import tuning
 
 KERNELS = {
     "soft_rank_forward": soft_rank.soft_rank_forward,

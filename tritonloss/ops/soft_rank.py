@@ -81,12 +81,13 @@ def soft_rank(
     return SoftRanks(ranks, scores * temperature)
 
 
+# Sizes are read from .shape: len() would turn a symbolic size into a constant and recompile for every batch size.
 def _block_rows(queries: Tensor, keys: Tensor, budget: int) -> int:
-    return rows_per_block(len(queries), len(keys), keys.itemsize, keys.device, budget)
+    return rows_per_block(queries.shape[0], keys.shape[0], keys.itemsize, keys.device, budget)
 
 
 def _keeps_similarity(queries: Tensor, keys: Tensor, save: bool, budget: int) -> bool:
-    return save and keeps_similarity(len(queries), len(keys), keys.itemsize, budget)
+    return save and keeps_similarity(queries.shape[0], keys.shape[0], keys.itemsize, budget)
 
 
 @torch.library.custom_op("tritonloss::soft_rank", mutates_args=())
@@ -117,8 +118,8 @@ def _soft_rank(
     ranks, positive_scores = new(plan.n_pairs), new(plan.n_pairs)
     slopes = new(plan.n_pairs if save else 0)
     keep = _keeps_similarity(queries, keys, save, budget)
-    similarity = empty_scores(len(queries) if keep else 0, len(keys), queries)
-    scratch = empty_scores(0 if keep else plan.block_rows, len(keys), queries)
+    similarity = empty_scores(queries.shape[0] if keep else 0, keys.shape[0], queries)
+    scratch = empty_scores(0 if keep else plan.block_rows, keys.shape[0], queries)
     module = backend_module(backend, queries.device)
     scaled = queries / temperature
     for rows, positives in plan:
@@ -143,7 +144,7 @@ def _(
     save: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    n_pairs: Any = len(queries) * max_class_size
+    n_pairs: Any = queries.shape[0] * max_class_size
     largest: Any = max_class_size
     if max_class_size < 0:
         context = torch.library.get_ctx()
@@ -153,7 +154,7 @@ def _(
         queries.new_empty(n_pairs),
         queries.new_empty(n_pairs),
         queries.new_empty(n_pairs if save else 0),
-        empty_scores(len(queries) if keep else 0, len(keys), queries),
+        empty_scores(queries.shape[0] if keep else 0, keys.shape[0], queries),
         queries.new_empty(0, largest),
     )
 
@@ -180,10 +181,10 @@ def _soft_rank_backward(
     """The gradients of queries [Q, D] and keys [N, D]; an unneeded one is empty."""
     grad_queries = torch.zeros_like(queries) if need_queries else queries.new_empty(0)
     grad_keys = torch.zeros_like(keys) if need_keys else keys.new_empty(0)
-    kept = len(similarity) > 0
+    kept = similarity.shape[0] > 0
     plan = BlockPlan(start, count, _block_rows(queries, keys, budget), width=extent.shape[1])
-    scratch = empty_scores(0 if kept else plan.block_rows, len(keys), queries)
-    scratch_grad = empty_scores(plan.block_rows, len(keys), queries)
+    scratch = empty_scores(0 if kept else plan.block_rows, keys.shape[0], queries)
+    scratch_grad = empty_scores(plan.block_rows, keys.shape[0], queries)
     module = backend_module(backend, queries.device)
     scaled = queries / temperature
     for rows, positives in plan:
