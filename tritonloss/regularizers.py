@@ -89,9 +89,9 @@ class RegularFaceRegularizer(BaseRegularizer):
     """
 
     def penalties(self, tensor: Tensor) -> Tensor:
+        if tensor.shape[0] < 2:
+            return tensor[:0].sum(1)
         rows = F.normalize(tensor, dim=1)
-        if rows.shape[0] < 2:
-            return rows[:0].sum(1)
         return (rows * rows[_nearest_other(rows.detach())]).sum(1)
 
 

@@ -196,7 +196,7 @@ def per_query_pnp(
         count,
         temperature=anneal,
         max_class_size=max_class_size,
-        memory_budget_bytes=memory_budget,
+        memory_budget=memory_budget,
     ).ranks
     per_query = segment_mean(penalty(ranks, variant, b, alpha), count)
     return layout.unsort(per_query), layout.unsort(count > 0)

@@ -8,9 +8,9 @@ from torch import Tensor
 from tritonloss.backends import backend_module, selected_backend
 from tritonloss.ops.streaming import (
     BlockPlan,
+    budget_bytes,
     empty_scores,
     keeps_similarity,
-    memory_budget,
     refuse_second_derivative,
     rows_per_block,
 )
@@ -34,7 +34,7 @@ def soft_rank(
     surrogate: str = "sigmoid",
     temperature: float = 0.01,
     max_class_size: int | None = None,
-    memory_budget_bytes: int | None = None,
+    memory_budget: int | None = None,
 ) -> SoftRanks:
     """R[q, i] = sum over the negatives j of q of g((s_qj - s_qi) / temperature), for every positive i of q.
 
@@ -50,7 +50,7 @@ def soft_rank(
         temperature: width of the surrogate, > 0.
         max_class_size: a bound of count. It replaces the one host sync of the call; ranks and scores then have
             Q * max_class_size entries, zero past the pairs, and the device asserts the bound.
-        memory_budget_bytes: what the similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU, a
+        memory_budget: what the similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU, a
             sixteenth of the device on CUDA. If all of them fit they are kept for the backward pass, else recomputed.
 
     Returns:
@@ -74,7 +74,7 @@ def soft_rank(
         surrogate,
         float(temperature),
         -1 if max_class_size is None else max_class_size,
-        memory_budget(queries.device, memory_budget_bytes),
+        budget_bytes(queries.device, memory_budget),
         torch.is_grad_enabled() and (queries.requires_grad or keys.requires_grad),
         selected_backend(),
     )

@@ -19,7 +19,7 @@ MIN_ROWS = {"cpu": 16, "cuda": 64}
 ROW_STRIDE_UNIT = 16
 
 
-def memory_budget(device: torch.device, requested: int | None = None) -> int:
+def budget_bytes(device: torch.device, requested: int | None = None) -> int:
     """Bytes that one loss call may hold for similarities: the argument, TRITONLOSS_MEMORY_BUDGET, or the default.
 
     The default is 256 MiB on CPU and a sixteenth of the device's memory on CUDA. Raises ValueError below 1.
