@@ -37,12 +37,15 @@ def _launch(name: str, grid: Any, block_p: int, arguments: dict[str, Any], devic
 
 def _common(scores: Tensor, positives: Positives, surrogate: str) -> dict[str, Any]:
     n_keys = scores.shape[1]
+    unit = soft_rank.ROW_STRIDE_UNIT.value
+    if scores.stride(0) % unit or scores.stride(1) != 1:
+        raise ValueError(f"scores must have strides [a multiple of {unit}, 1], got {scores.stride()}")
     return {
         "scores": scores,
         "start": positives.start,
         "count": positives.count,
         "offset": positives.offset,
-        "stride_units": scores.stride(0) // soft_rank.ROW_STRIDE_UNIT.value,
+        "stride_units": scores.stride(0) // unit,
         "n_keys": n_keys,
         "n_bucket": tuning.bucket(n_keys),
         "p_bucket": tuning.bucket(positives.width),

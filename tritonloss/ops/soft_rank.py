@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from tritonloss.backends import backend_module, selected_backend
+from tritonloss.ops.library import operator, refuse_second_derivative
 from tritonloss.ops.streaming import (
     BlockPlan,
     budget_bytes,
     empty_scores,
     keeps_similarity,
-    refuse_second_derivative,
     rows_per_block,
 )
 
@@ -90,7 +90,7 @@ def _keeps_similarity(queries: Tensor, keys: Tensor, save: bool, budget: int) ->
     return save and keeps_similarity(queries.shape[0], keys.shape[0], keys.itemsize, budget)
 
 
-@torch.library.custom_op("tritonloss::soft_rank", mutates_args=())
+@operator("soft_rank")
 def _soft_rank(
     queries: Tensor,
     keys: Tensor,
@@ -159,7 +159,7 @@ def _(
     )
 
 
-@torch.library.custom_op("tritonloss::soft_rank_backward", mutates_args=())
+@operator("soft_rank_backward")
 def _soft_rank_backward(
     grad_ranks: Tensor,
     grad_scores: Tensor,

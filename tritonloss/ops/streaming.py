@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,11 +91,3 @@ class BlockPlan:
             if width:
                 rows = slice(index * self.block_rows, min((index + 1) * self.block_rows, len(self.count)))
                 yield Block(rows, Positives(self.start[rows], self.count[rows], self.offset[rows], width))
-
-
-def refuse_second_derivative(ctx: Any, *grads: Any) -> None:
-    """The autograd formula of every backward op."""
-    raise RuntimeError(
-        "tritonloss: the streamed backends have no second derivative (create_graph=True was differentiated again); "
-        "compute the loss under tritonloss.use_backend('reference'), which is dense and twice differentiable"
-    )
