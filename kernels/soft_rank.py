@@ -4,6 +4,8 @@ Shapes: scores [rows, n_keys] with a row stride that is a multiple of 16 element
 start, count, offset [rows] int64: the positives of a row are the columns start .. start + count - 1, and its pairs
 lie at offset .. offset + count - 1 of the flat tensors ranks, slopes, positives [M].
 n_bucket and p_bucket exist for the autotuner only: N and the class size, rounded up to a power of two.
+With WITH_POSITIVES the same sum over the other positives of the row, j != i, is taken as well: positive_ranks and
+positive_slopes [M]. Without it, these arguments are not read.
 """
 
 import triton
@@ -12,6 +14,8 @@ import triton.language as tl
 from .surrogates import scaled, surrogate
 
 ROW_STRIDE_UNIT = tl.constexpr(16)
+# Columns of a tile of positives against positives: classes are far smaller than rows.
+BLOCK_OWN = tl.constexpr(128)
 
 
 @triton.jit
@@ -30,12 +34,15 @@ def soft_rank_forward(
     ranks,
     slopes,
     positives,
+    positive_ranks,
+    positive_slopes,
     stride_units,
     n_keys,
     n_bucket,
     p_bucket,
     SURROGATE: tl.constexpr,
     WITH_SLOPES: tl.constexpr,
+    WITH_POSITIVES: tl.constexpr,
     FAST_MATH: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -66,6 +73,21 @@ def soft_rank_forward(
     tl.store(positives + pair, positive, mask=p < n_positives)
     if WITH_SLOPES:
         tl.store(slopes + pair, tl.sum(slope, 1), mask=p < n_positives)
+    if WITH_POSITIVES:
+        rank = tl.zeros([BLOCK_P, BLOCK_OWN], dtype=scores.dtype.element_ty)
+        slope = tl.zeros([BLOCK_P, BLOCK_OWN], dtype=scores.dtype.element_ty)
+        for begin in range(0, n_positives, BLOCK_OWN):
+            n = begin + tl.arange(0, BLOCK_OWN)
+            other = tl.load(row_scores + first + n, mask=n < n_positives, other=-float("inf"))
+            difference = scaled(other, SURROGATE)[None, :] - threshold
+            difference = tl.where(n[None, :] == p[:, None], -float("inf"), difference)
+            value, derivative = surrogate(difference, SURROGATE, FAST_MATH)
+            rank += value
+            if WITH_SLOPES:
+                slope += derivative
+        tl.store(positive_ranks + pair, tl.sum(rank, 1), mask=p < n_positives)
+        if WITH_SLOPES:
+            tl.store(positive_slopes + pair, tl.sum(slope, 1), mask=p < n_positives)
 
 
 @triton.jit(do_not_specialize=["stride_units", "n_keys", "n_bucket", "p_bucket"])
@@ -78,18 +100,23 @@ def soft_rank_backward(
     positives,
     grad_ranks,
     grad_positives,
+    positive_slopes,
+    grad_positive_ranks,
     grad_scores,
     stride_units,
     n_keys,
     n_bucket,
     p_bucket,
     SURROGATE: tl.constexpr,
+    WITH_POSITIVES: tl.constexpr,
     FAST_MATH: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """grad_scores of one row: sum_i w_i g'(s_j - s_i) at a negative j, grad_positives[i] - w_i slopes[i] at i.
 
+    With the ranks among the positives and their gradients u, a positive j also gets the sum over the positives i != j
+    of u_i g'(s_j - s_i), less u_j positive_slopes[j].
     A pure map: no reduction across programs, every element written once.
     """
     row = tl.program_id(0)
@@ -111,5 +138,22 @@ def soft_rank_backward(
     weight = tl.load(grad_ranks + pairs + own, mask=is_positive, other=0.0)
     slope = tl.load(slopes + pairs + own, mask=is_positive, other=0.0)
     direct = tl.load(grad_positives + pairs + own, mask=is_positive, other=0.0)
-    grad_row = tl.where(is_positive, direct - weight * slope, tl.sum(grad, 0))
+    own_grad = direct - weight * slope
+    if WITH_POSITIVES:
+        weight = tl.load(grad_positive_ranks + pairs + own, mask=is_positive, other=0.0)
+        slope = tl.load(positive_slopes + pairs + own, mask=is_positive, other=0.0)
+        # Only the programs whose columns meet the class have a tile to add.
+        block = tl.program_id(1) * BLOCK_N
+        n_tiles = tl.where((block < first + n_positives) & (block + BLOCK_N > first), n_positives, 0)
+        among = tl.zeros([BLOCK_P, BLOCK_N], dtype=scores.dtype.element_ty)
+        for begin in range(0, n_tiles, BLOCK_P):
+            p = begin + tl.arange(0, BLOCK_P)
+            positive = tl.load(positives + pairs + p, mask=p < n_positives, other=0.0)
+            other_weight = tl.load(grad_positive_ranks + pairs + p, mask=p < n_positives, other=0.0)
+            difference = negative - scaled(positive, SURROGATE)[:, None]
+            difference = tl.where(own[None, :] == p[:, None], -float("inf"), difference)
+            _, derivative = surrogate(difference, SURROGATE, FAST_MATH)
+            among += other_weight[:, None] * derivative
+        own_grad += tl.sum(among, 0) - weight * slope
+    grad_row = tl.where(is_positive, own_grad, tl.sum(grad, 0))
     tl.store(row_pointer(grad_scores, row, stride_units) + n, grad_row, mask=n < n_keys)

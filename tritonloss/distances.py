@@ -1,5 +1,6 @@
 """Distances and similarities between the rows of two matrices."""
 
+from collections.abc import Mapping
 from itertools import takewhile
 from typing import Any, Protocol, cast
 
@@ -161,15 +162,14 @@ def is_cosine(distance: object) -> bool:
     It is if a class named `CosineSimilarity` is among its classes (ours, or pytorch-metric-learning's), nothing
     more derived replaces the formula, and `p`, `power`, `is_inverted` and `normalize_embeddings` are the cosine's.
     """
-    classes = type(distance).__mro__
-    derived = tuple(takewhile(lambda cls: cls.__name__ != "CosineSimilarity", classes))
-    if len(derived) == len(classes):
-        return False
-    formula = {"__call__", "forward", "compute_mat", "maybe_normalize", "normalize"}
-    if any(formula & vars(owner).keys() for owner in (distance, *derived)):
-        return False
     expected = {"p": 2, "power": 1, "is_inverted": True, "normalize_embeddings": True}
-    return all(getattr(distance, name, None) == value for name, value in expected.items())
+    return _has_formula(distance, "CosineSimilarity", expected)
+
+
+def is_dot_product(distance: object) -> bool:
+    """Whether `distance` is the plain dot product of rows that are not normalised; decided as by `is_cosine`."""
+    expected = {"power": 1, "is_inverted": True, "normalize_embeddings": False}
+    return _has_formula(distance, "DotProductSimilarity", expected)
 
 
 def check_distance(distance: object) -> Distance:
@@ -186,6 +186,18 @@ def check_distance(distance: object) -> Distance:
     if not callable(distance) or not isinstance(getattr(distance, "is_inverted", None), bool):
         raise TypeError(f"{accepted}, got {type(distance).__name__}")
     return cast(Distance, distance)
+
+
+def _has_formula(distance: object, name: str, expected: Mapping[str, object]) -> bool:
+    """Whether `distance` is a `name` whose formula nothing replaces, with these attributes."""
+    classes = type(distance).__mro__
+    derived = tuple(takewhile(lambda cls: cls.__name__ != name, classes))
+    if len(derived) == len(classes):
+        return False
+    formula = {"__call__", "forward", "compute_mat", "maybe_normalize", "normalize"}
+    if any(formula & vars(owner).keys() for owner in (distance, *derived)):
+        return False
+    return all(getattr(distance, attribute, None) == value for attribute, value in expected.items())
 
 
 def _check_rows(name: str, tensor: Tensor) -> None:

@@ -1,5 +1,23 @@
 """The losses as stateless functions, in the manner of `torch.nn.functional`."""
 
 from tritonloss.losses.pnp import pnp_loss
+from tritonloss.losses.proxy_anchor import proxy_anchor_loss
+from tritonloss.losses.smoothap import smooth_ap_loss
+from tritonloss.losses.soprc import (
+    exact_prior,
+    interpolate_scores,
+    scaled_prior,
+    soprc_loss,
+    soprc_scores_loss,
+)
 
-__all__ = ["pnp_loss"]
+__all__ = [
+    "exact_prior",
+    "interpolate_scores",
+    "pnp_loss",
+    "proxy_anchor_loss",
+    "scaled_prior",
+    "smooth_ap_loss",
+    "soprc_loss",
+    "soprc_scores_loss",
+]

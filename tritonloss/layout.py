@@ -85,3 +85,23 @@ def segment_mean(values: Tensor, count: Tensor) -> Tensor:
     """
     total = torch.segment_reduce(values, "sum", lengths=count, initial=0, unsafe=True)
     return total / count.clamp(min=1).to(values.dtype)
+
+
+def runs(sorted_values: Tensor) -> tuple[Tensor, Tensor]:
+    """The runs of equal values.
+
+    sorted_values: [N] integer. Returns the run of each value, 0, 0, 1, ... [N] int64, and the length of each run,
+    padded with 0 to [N], int64. No host sync.
+    """
+    is_first = torch.ones_like(sorted_values, dtype=torch.int64)
+    is_first[1:] = sorted_values[1:] != sorted_values[:-1]
+    run = torch.cumsum(is_first, 0) - 1
+    return run, torch.zeros_like(run).index_add_(0, run, torch.ones_like(run))
+
+
+def segment_sum(values: Tensor, count: Tensor) -> Tensor:
+    """The sums of consecutive rows: of the first count[0], then of the next count[1], ...
+
+    values: [M, ...] float. count: [S] int64. Returns [S, ...]. Deterministic.
+    """
+    return torch.segment_reduce(values, "sum", lengths=count, initial=0, unsafe=True)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tritonloss.distances import CosineSimilarity, Distance
+
 
 def pnp(
     embeddings: Tensor,
@@ -40,3 +42,124 @@ def pnp(
     is_query = n_positives > 1
     per_query = (values * is_positive).sum(1) / n_positives
     return per_query * is_query, is_query
+
+
+def proxy_anchor(
+    embeddings: Tensor,
+    proxies: Tensor,
+    labels: Tensor,
+    *,
+    margin: float = 0.1,
+    alpha: float = 32,
+    weights: Tensor | None = None,
+    distance: Distance | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The two logarithms of every proxy, [C] each: over the embeddings of its class and over the others.
+
+    embeddings: [N, D]. proxies: [C, D]. labels: [N] integer. See `tritonloss.functional.proxy_anchor_loss`.
+    """
+    distance = CosineSimilarity() if distance is None else distance
+    # Rows are proxies, columns embeddings.
+    s = distance(embeddings, proxies).T
+    if distance.is_inverted:
+        attraction, repulsion = -alpha * (s - margin), alpha * (s + margin)
+    else:
+        attraction, repulsion = -alpha * (margin - s), alpha * (-margin - s)
+    log_weights = torch.zeros_like(s[0]) if weights is None else torch.log(weights.to(s.dtype))
+    is_own = torch.arange(len(proxies), device=labels.device)[:, None] == labels
+    positive = torch.where(is_own, attraction + log_weights, -torch.inf)
+    negative = torch.where(is_own, -torch.inf, repulsion + log_weights)
+    # ln(1 + sum of e^x) as a log-sum-exp whose first exponent is 0.
+    one = torch.zeros_like(s[:, :1])
+    return torch.logsumexp(torch.cat([one, positive], 1), 1), torch.logsumexp(
+        torch.cat([one, negative], 1), 1
+    )
+
+
+def smooth_ap(embeddings: Tensor, labels: Tensor, *, temperature: float = 0.01) -> tuple[Tensor, Tensor]:
+    """The SmoothAP loss of each query [N], 0 where a row has no other positive, and whether it has one [N] bool.
+
+    embeddings: [N, D]. labels: [N] integer. See `tritonloss.functional.smooth_ap_loss`.
+    """
+    rows = F.normalize(embeddings, dim=1)
+    similarity = rows @ rows.T
+    is_positive = labels[:, None] == labels
+    # above[q, i, j] = G(s_qj - s_qi)
+    above = torch.sigmoid((similarity[:, None, :] - similarity[:, :, None]) / temperature)
+    is_other = ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
+    rank_among_positives = 1 + (above * (is_positive[:, None, :] & is_other)).sum(2)
+    rank = rank_among_positives + (above * ~is_positive[:, None, :]).sum(2)
+    n_positives = is_positive.sum(1)
+    average_precision = (rank_among_positives / rank * is_positive).sum(1) / n_positives
+    is_query = n_positives > 1
+    return (1 - average_precision) * is_query, is_query
+
+
+def similarity(embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cosine similarity [N, N], and the masks of other rows of the class and of rows of other classes [N, N]."""
+    rows = F.normalize(embeddings, dim=1)
+    same = labels[:, None] == labels
+    return rows @ rows.T, same & ~torch.eye(len(rows), dtype=torch.bool, device=rows.device), ~same
+
+
+def soprc(
+    scores: Tensor,
+    positives: Tensor,
+    negatives: Tensor,
+    memory: Tensor,
+    prior: Tensor,
+    *,
+    tau1: float = 0.1,
+    tau2: float = 0.001,
+    tpr_offset: float = 1,
+    tpr_grad: bool = False,
+) -> Tensor:
+    """The SOPRC loss of every pair (query, column) [Q, N]; 0 where the column is no positive.
+
+    scores: [Q, N]. positives, negatives: [Q, N] bool. memory: [Q, V], the remembered scores v of each query's class.
+    prior: [Q]. Memory grows with Q N (N + V). See `tritonloss.functional.soprc_scores_loss`.
+    """
+    # x[q, i, k] = h_qi - h_qk
+    x = scores[:, :, None] - scores[:, None, :]
+    false_positive = torch.where(
+        x < 0, 1 - 2 * x / tau1, torch.where(x < tau1, (1 - x / tau1) ** 2, torch.zeros_like(x))
+    )
+    false_positive = torch.where(negatives[:, None, :], false_positive, 0)
+    fpr = false_positive.sum(2) / negatives.sum(1).clamp(min=1)[:, None]
+    anchors = scores if tpr_grad else scores.detach()
+    x = anchors[:, :, None] - memory[:, None, :]
+    above = torch.where(x < 0, torch.tanh(-x / (2 * tau2)), 0)
+    tpr = (tpr_offset + above.sum(2)) / (tpr_offset + memory.shape[1])
+    numerator = (1 - prior)[:, None] * fpr
+    denominator = numerator + prior[:, None] * tpr
+    ratio = numerator / torch.where(denominator == 0, 1, denominator)
+    return torch.where(positives, ratio, 0)
+
+
+def soprc_interpolation(
+    scores: list[float], size: int, *, grid: str = "midpoint", score_range: tuple[float, float] | None = None
+) -> list[float]:
+    """The interpolation phi of SOPRC in Python numbers: `size` values spread over the sorted scores, Algorithm 2.
+
+    u is the polygon through (k, s_k), k = 0 .. n + 1. See `tritonloss.functional.interpolate_scores`.
+    """
+    n = len(scores)
+    s = sorted(scores)
+    second, last_but_one = (s[1], s[-2]) if n > 1 else (s[0], s[0])
+    low, high = 2 * s[0] - second, 2 * s[-1] - last_but_one
+    if score_range is not None:
+        low, high = max(low, score_range[0]), min(high, score_range[1])
+    knots = [low, *s, high]
+
+    def u(t: float) -> float:
+        k = min(int(t), n)
+        return knots[k] + (t - k) * (knots[k + 1] - knots[k])
+
+    if grid == "linear":
+        return [u((j + 0.5) / size * (n + 1)) for j in range(size)]
+    place = {
+        "midpoint": lambda j: (j + 0.5) * n / size,
+        "left": lambda j: j * n / size,
+        "authors": lambda j: j / -(-size // n),
+    }[grid]
+    return [(u(place(j)) + u(place(j) + 1)) / 2 for j in range(size)]

@@ -9,9 +9,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 ENVIRONMENT_VARIABLE = "TRITONLOSS_AUTOTUNE"
-# Sums are kept for every pair of a tile until the end of a row: more pairs a thread than this spill registers.
-MAX_PAIRS_PER_THREAD = 32
+# Sums are kept for every pair of a tile until the end of a row: more bytes of scores a thread than this (32 pairs in
+# float32) spill registers.
+MAX_BYTES_PER_THREAD = 128
+# ptxas gives a float64 kernel fewer registers than it has and spills a few bytes, to win an occupancy step, unless a
+# limit is stated.
+MAX_REGISTERS = 255
 LANES = 32
+# What a kernel is tuned for, of those it takes.
+KEYS = ("n_bucket", "p_bucket", "SURROGATE")
 
 CONFIGS: dict[str, list[dict[str, int]]] = {
     # The first is the one used without tuning.
@@ -28,6 +34,17 @@ CONFIGS: dict[str, list[dict[str, int]]] = {
         {"BLOCK_N": 1024, "num_warps": 4},
         {"BLOCK_N": 1024, "num_warps": 8},
     ],
+    "proxy_logsumexp_forward": [
+        {"BLOCK_N": 1024, "num_warps": 4},
+        {"BLOCK_N": 512, "num_warps": 2},
+        {"BLOCK_N": 2048, "num_warps": 4},
+        {"BLOCK_N": 2048, "num_warps": 8},
+    ],
+    "proxy_logsumexp_backward": [
+        {"BLOCK_N": 1024, "num_warps": 4},
+        {"BLOCK_N": 512, "num_warps": 4},
+        {"BLOCK_N": 2048, "num_warps": 8},
+    ],
 }
 
 
@@ -41,13 +58,14 @@ def positives_per_tile(width: int) -> int:
     return min(bucket(width), 8)
 
 
-def fits_registers(config: dict[str, int], block_p: int) -> bool:
-    return config["BLOCK_N"] * block_p <= MAX_PAIRS_PER_THREAD * LANES * config["num_warps"]
+def fits_registers(config: dict[str, int], block_p: int, itemsize: int = 4) -> bool:
+    return config["BLOCK_N"] * block_p * itemsize <= MAX_BYTES_PER_THREAD * LANES * config["num_warps"]
 
 
-def configurations(kernel: str, block_p: int) -> list[dict[str, int]]:
-    """The configurations of a kernel that do not spill with `block_p` positives a tile."""
-    return [config for config in CONFIGS[kernel] if fits_registers(config, block_p)]
+def configurations(kernel: str, block_p: int = 1, itemsize: int = 4) -> list[dict[str, int]]:
+    """The configurations of a kernel that do not spill with `block_p` positives a tile; one for float64, untuned."""
+    fitting = [config for config in CONFIGS[kernel] if fits_registers(config, block_p, itemsize)]
+    return fitting[:1] if itemsize > 4 else fitting
 
 
 def tuning_enabled() -> bool:
@@ -58,7 +76,7 @@ def autotuner(triton: Any, kernel: Any, name: str, do_bench: Callable[..., Any] 
     """`kernel` under triton.autotune: keyed by the buckets and the tile, remembered on disk where Triton can."""
 
     def prune(configs: Iterable[Any], arguments: dict[str, Any], **kwargs: Any) -> list[Any]:
-        block_p = {**arguments, **kwargs}["BLOCK_P"]
+        block_p = {**arguments, **kwargs}.get("BLOCK_P", 1)
         return [c for c in configs if fits_registers({**c.kwargs, "num_warps": c.num_warps}, block_p)]
 
     configs = [
@@ -69,7 +87,7 @@ def autotuner(triton: Any, kernel: Any, name: str, do_bench: Callable[..., Any] 
     options = {"cache_results": True} if "cache_results" in accepted else {}
     return triton.autotune(
         configs,
-        key=["n_bucket", "p_bucket", "SURROGATE"],
+        key=[name for name in KEYS if name in kernel.arg_names],
         prune_configs_by={"early_config_prune": prune},
         do_bench=do_bench,
         **options,

@@ -1,6 +1,20 @@
 """One file a loss: its stateless function and its module."""
 
-from tritonloss.losses.base import BaseMetricLossFunction
+from tritonloss.losses.base import BaseMetricLossFunction, PerQueryLoss
+from tritonloss.losses.base_proxy import BaseProxyLoss
 from tritonloss.losses.pnp import PNPLoss
+from tritonloss.losses.proxy_anchor import ProxyAnchorLoss
+from tritonloss.losses.semi_variance import SemiVarianceRegularizer
+from tritonloss.losses.smoothap import SmoothAPLoss
+from tritonloss.losses.soprc import SOPRCLoss
 
-__all__ = ["BaseMetricLossFunction", "PNPLoss"]
+__all__ = [
+    "BaseMetricLossFunction",
+    "BaseProxyLoss",
+    "PNPLoss",
+    "PerQueryLoss",
+    "ProxyAnchorLoss",
+    "SOPRCLoss",
+    "SemiVarianceRegularizer",
+    "SmoothAPLoss",
+]

@@ -81,17 +81,22 @@ class BaseMetricLossFunction(nn.Module):
         ref_labels: Tensor | None = None,
     ) -> LossDict:
         """The named terms of the objective, before reduction. Arguments and errors as for `forward`."""
-        check_embeddings(embeddings, "embeddings")
-        if labels is not None:
-            check_labels(labels, embeddings, "labels")
-        if ref_emb is not None:
-            check_embeddings(ref_emb, "ref_emb")
-        if ref_labels is not None:
-            if ref_emb is None:
-                raise ValueError("ref_labels were given without ref_emb")
-            check_labels(ref_labels, ref_emb, "ref_labels")
+        indices = check_arguments(embeddings, labels, indices_tuple, ref_emb, ref_labels)
         with full_precision(embeddings):
-            return self.compute_loss(embeddings, labels, as_indices(indices_tuple), ref_emb, ref_labels)
+            return self.compute_loss(embeddings, labels, indices, ref_emb, ref_labels)
+
+    def reduced_objective(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None = None,
+        indices_tuple: IndicesTuple | None = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> Tensor:
+        """The scalar that `reducer` makes of the objective terms, in float32 or float64."""
+        terms = self.objective_terms(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+        with full_precision(embeddings):
+            return reduce_terms(self.reducer, terms, embeddings, labels)
 
     def loss_terms(
         self,
@@ -128,12 +133,76 @@ class BaseMetricLossFunction(nn.Module):
             TypeError: embeddings that are not floating, labels that are not integers, indices of another dtype.
             ValueError: wrong rank, lengths or devices that differ, an argument the loss does not support.
         """
-        terms = self.objective_terms(embeddings, labels, indices_tuple, ref_emb, ref_labels)
-        with full_precision(embeddings):
-            loss = reduce_terms(self.reducer, terms, embeddings, labels)
+        loss = self.reduced_objective(embeddings, labels, indices_tuple, ref_emb, ref_labels)
         for term in self.regularization_terms(embeddings).values():
             loss = loss + term["losses"]
         return loss.to(output_dtype(embeddings))
+
+
+class PerQueryLoss(BaseMetricLossFunction):
+    """Base of the losses with one term, which has one value a query.
+
+    A subclass defines `per_query` and the name of the term. Rows that are no queries have no value in the term; which
+    they are is known on the device only, so `loss_terms`, and `forward` with another reducer than `MeanReducer`, wait
+    for it. `forward` with `MeanReducer`, the default, does not: it divides the sum over all rows by the number of
+    queries.
+    """
+
+    term_name = "loss"
+
+    def per_query(
+        self, embeddings: Tensor, labels: Tensor, indices_tuple: PairIndices | TripletIndices | None
+    ) -> tuple[Tensor, Tensor]:
+        """The value of each row [N], 0 where it is no query, and whether it is one [N] bool."""
+        raise NotImplementedError(f"{type(self).__name__} must define per_query")
+
+    def compute_loss(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: PairIndices | TripletIndices | None,
+        ref_emb: Tensor | None,
+        ref_labels: Tensor | None,
+    ) -> LossDict:
+        refuse(type(self).__name__, ref_emb=ref_emb, ref_labels=ref_labels)
+        values, is_query = self.per_query(
+            embeddings, require_labels(type(self).__name__, labels), indices_tuple
+        )
+        (kept,) = is_query.nonzero(as_tuple=True)
+        return {self.term_name: {"losses": values[kept], "indices": kept}}
+
+    def reduced_objective(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None = None,
+        indices_tuple: IndicesTuple | None = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> Tensor:
+        if type(self.reducer) is not MeanReducer:
+            return super().reduced_objective(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+        indices = check_arguments(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+        refuse(type(self).__name__, ref_emb=ref_emb, ref_labels=ref_labels)
+        with full_precision(embeddings):
+            return mean_of_queries(
+                *self.per_query(embeddings, require_labels(type(self).__name__, labels), indices)
+            )
+
+
+def check_arguments(
+    embeddings: Any, labels: Any, indices_tuple: Any, ref_emb: Any, ref_labels: Any
+) -> PairIndices | TripletIndices | None:
+    """The indices with their names, or the error that names the argument at fault."""
+    check_embeddings(embeddings, "embeddings")
+    if labels is not None:
+        check_labels(labels, embeddings, "labels")
+    if ref_emb is not None:
+        check_embeddings(ref_emb, "ref_emb")
+    if ref_labels is not None:
+        if ref_emb is None:
+            raise ValueError("ref_labels were given without ref_emb")
+        check_labels(ref_labels, ref_emb, "ref_labels")
+    return as_indices(indices_tuple)
 
 
 def check_embeddings(embeddings: Any, name: str) -> None:
@@ -200,3 +269,14 @@ def unit_rows(embeddings: Tensor) -> Tensor:
 def mean_of_queries(per_query: Tensor, is_query: Tensor) -> Tensor:
     """Sum of the losses [N], 0 where a row is no query, over the number of queries; 0 without any."""
     return per_query.sum() / is_query.sum().clamp(min=1).to(per_query.dtype)
+
+
+def fraction(part: Tensor, rest: Tensor) -> Tensor:
+    """part / (part + rest) for part, rest >= 0; 0 where both are 0.
+
+    Each element takes the form whose derivative does not cancel: that of part / (part + rest) loses all digits where
+    part is far larger than rest.
+    """
+    whole = part + rest
+    whole = torch.where(whole == 0, 1, whole)
+    return torch.where(part <= rest, part / whole, 1 - rest / whole)

@@ -1,5 +1,20 @@
 """The streamed primitives: each is one custom op with an autograd formula."""
 
+from tritonloss.ops.class_labels import class_labels
+from tritonloss.ops.memory_rank import memory_rank
+from tritonloss.ops.proxy_logsumexp import ProxyLogSumExp, proxy_logsumexp
+from tritonloss.ops.semi_variance import SemiVariance, semi_variance
 from tritonloss.ops.soft_rank import SoftRanks, soft_rank
+from tritonloss.ops.soft_rank_scores import soft_rank_scores
 
-__all__ = ["SoftRanks", "soft_rank"]
+__all__ = [
+    "ProxyLogSumExp",
+    "SemiVariance",
+    "SoftRanks",
+    "class_labels",
+    "memory_rank",
+    "proxy_logsumexp",
+    "semi_variance",
+    "soft_rank",
+    "soft_rank_scores",
+]

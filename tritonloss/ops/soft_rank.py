@@ -12,6 +12,7 @@ from tritonloss.ops.streaming import (
     budget_bytes,
     empty_scores,
     keeps_similarity,
+    padded_scores,
     rows_per_block,
 )
 
@@ -19,10 +20,14 @@ SURROGATES = ("sigmoid", "one_side_huber")
 
 
 class SoftRanks(NamedTuple):
-    """ranks, scores: [M], one entry for each (query, positive), the pairs of query 0 first."""
+    """ranks, scores, positive_ranks: [M], one entry for each (query, positive), the pairs of query 0 first.
+
+    positive_ranks: None where it was not asked for.
+    """
 
     ranks: Tensor
     scores: Tensor
+    positive_ranks: Tensor | None = None
 
 
 def soft_rank(
@@ -33,6 +38,7 @@ def soft_rank(
     *,
     surrogate: str = "sigmoid",
     temperature: float = 0.01,
+    positive_ranks: bool = False,
     max_class_size: int | None = None,
     memory_budget: int | None = None,
 ) -> SoftRanks:
@@ -48,15 +54,18 @@ def soft_rank(
         surrogate: "sigmoid", g(x) = 1 / (1 + e^-x); or "one_side_huber", g(x) = 1 + 2x above 0, (1 + x)^2 from -1 to 0,
             0 below (SOPRC, arXiv 2209.13262, Eq. 7).
         temperature: width of the surrogate, > 0.
+        positive_ranks: take the same sum over the other positives j != i of q as well, in the same pass.
         max_class_size: a bound of count. It replaces the one host sync of the call; ranks and scores then have
             Q * max_class_size entries, zero past the pairs, and the device asserts the bound.
         memory_budget: what the similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU, a
             sixteenth of the device on CUDA. If all of them fit they are kept for the backward pass, else recomputed.
 
     Returns:
-        SoftRanks(ranks [M], scores [M]), M = sum(count); differentiable once, in queries and keys.
+        SoftRanks(ranks [M], scores [M], positive_ranks [M] or None), M = sum(count); differentiable once, in queries
+        and keys.
 
-    Time O(sum_q count[q] (N - count[q]) + Q N D). Memory O(budget + (Q + N) D + M).
+    Time O(sum_q count[q] (N - count[q]) + Q N D), with positive_ranks O(sum_q count[q] N + Q N D). Memory
+    O(budget + (Q + N) D + M).
 
     Raises:
         ValueError: unknown surrogate, a budget below 1, a temperature that is not positive.
@@ -66,19 +75,20 @@ def soft_rank(
         raise ValueError(f"surrogate is {surrogate!r}: expected one of {', '.join(SURROGATES)}")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}: expected a number above 0")
-    ranks, scores, *_ = _soft_rank(
+    ranks, scores, among, *_ = _soft_rank(
         queries,
         keys,
         start,
         count,
         surrogate,
         float(temperature),
+        positive_ranks,
         -1 if max_class_size is None else max_class_size,
         budget_bytes(queries.device, memory_budget),
         torch.is_grad_enabled() and (queries.requires_grad or keys.requires_grad),
         selected_backend(),
     )
-    return SoftRanks(ranks, scores * temperature)
+    return SoftRanks(ranks, scores * temperature, among if positive_ranks else None)
 
 
 # Sizes are read from .shape: len() would turn a symbolic size into a constant and recompile for every batch size.
@@ -98,15 +108,17 @@ def _soft_rank(
     count: Tensor,
     surrogate: str,
     temperature: float,
+    with_positives: bool,
     max_class_size: int,
     budget: int,
     save: bool,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """ranks [M], scores / temperature [M]; if `save`, slopes [M] and the similarity [Q, N] if it is kept; and [0, P].
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Ranks [M], scores / temperature [M], ranks among the positives [M], and what the backward pass needs.
 
-    The last has no elements: its shape tells the backward pass the largest class size P without another host sync.
-    A max_class_size of -1 means none was given.
+    That is, if `save`, both slopes [M], and the similarity [Q, N] if it is kept; then [0, P], which has no elements:
+    its shape tells the backward pass the largest class size P without another host sync. What is about the positives
+    alone is empty unless `with_positives`. A max_class_size of -1 means none was given.
     """
     bounded = max_class_size >= 0
     if bounded:
@@ -117,8 +129,11 @@ def _soft_rank(
     new = queries.new_zeros if bounded else queries.new_empty
     ranks, positive_scores = new(plan.n_pairs), new(plan.n_pairs)
     slopes = new(plan.n_pairs if save else 0)
+    among = new(plan.n_pairs if with_positives else 0)
+    among_slopes = new(plan.n_pairs if with_positives and save else 0)
     keep = _keeps_similarity(queries, keys, save, budget)
-    similarity = empty_scores(queries.shape[0] if keep else 0, keys.shape[0], queries)
+    kept = padded_scores(queries.shape[0] if keep else 0, keys.shape[0], queries)
+    similarity = kept[:, : keys.shape[0]]
     scratch = empty_scores(0 if keep else plan.block_rows, keys.shape[0], queries)
     module = backend_module(backend, queries.device)
     scaled = queries / temperature
@@ -126,9 +141,17 @@ def _soft_rank(
         scores = similarity[rows] if keep else scratch[: len(positives.count)]
         torch.mm(scaled[rows], keys.T, out=scores)
         module.soft_rank_forward(
-            scores, positives, surrogate, ranks, slopes if save else None, positive_scores
+            scores,
+            positives,
+            surrogate,
+            ranks,
+            slopes if save else None,
+            positive_scores,
+            among if with_positives else None,
+            among_slopes if with_positives and save else None,
         )
-    return ranks, positive_scores, slopes, similarity, queries.new_empty(0, plan.largest)
+    extent = queries.new_empty(0, plan.largest)
+    return ranks, positive_scores, among, slopes, among_slopes, kept, extent
 
 
 @_soft_rank.register_fake
@@ -139,11 +162,12 @@ def _(
     count: Tensor,
     surrogate: str,
     temperature: float,
+    with_positives: bool,
     max_class_size: int,
     budget: int,
     save: bool,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     n_pairs: Any = queries.shape[0] * max_class_size
     largest: Any = max_class_size
     if max_class_size < 0:
@@ -153,8 +177,10 @@ def _(
     return (
         queries.new_empty(n_pairs),
         queries.new_empty(n_pairs),
+        queries.new_empty(n_pairs if with_positives else 0),
         queries.new_empty(n_pairs if save else 0),
-        empty_scores(queries.shape[0] if keep else 0, keys.shape[0], queries),
+        queries.new_empty(n_pairs if with_positives and save else 0),
+        padded_scores(queries.shape[0] if keep else 0, keys.shape[0], queries),
         queries.new_empty(0, largest),
     )
 
@@ -163,16 +189,19 @@ def _(
 def _soft_rank_backward(
     grad_ranks: Tensor,
     grad_scores: Tensor,
+    grad_among: Tensor,
     queries: Tensor,
     keys: Tensor,
     start: Tensor,
     count: Tensor,
     positive_scores: Tensor,
     slopes: Tensor,
-    similarity: Tensor,
+    among_slopes: Tensor,
+    kept: Tensor,
     extent: Tensor,
     surrogate: str,
     temperature: float,
+    with_positives: bool,
     budget: int,
     backend: str,
     need_queries: bool,
@@ -181,19 +210,29 @@ def _soft_rank_backward(
     """The gradients of queries [Q, D] and keys [N, D]; an unneeded one is empty."""
     grad_queries = torch.zeros_like(queries) if need_queries else queries.new_empty(0)
     grad_keys = torch.zeros_like(keys) if need_keys else keys.new_empty(0)
-    kept = similarity.shape[0] > 0
+    similarity = kept[:, : keys.shape[0]]
+    is_kept = kept.shape[0] > 0
     plan = BlockPlan(start, count, _block_rows(queries, keys, budget), width=extent.shape[1])
-    scratch = empty_scores(0 if kept else plan.block_rows, keys.shape[0], queries)
+    scratch = empty_scores(0 if is_kept else plan.block_rows, keys.shape[0], queries)
     scratch_grad = empty_scores(plan.block_rows, keys.shape[0], queries)
     module = backend_module(backend, queries.device)
     scaled = queries / temperature
     for rows, positives in plan:
         grad = scratch_grad[: len(positives.count)]
-        scores = similarity[rows] if kept else scratch[: len(positives.count)]
-        if not kept:
+        scores = similarity[rows] if is_kept else scratch[: len(positives.count)]
+        if not is_kept:
             torch.mm(scaled[rows], keys.T, out=scores)
         module.soft_rank_backward(
-            scores, positives, surrogate, slopes, positive_scores, grad_ranks, grad_scores, grad
+            scores,
+            positives,
+            surrogate,
+            slopes,
+            positive_scores,
+            grad_ranks,
+            grad_scores,
+            grad,
+            among_slopes if with_positives else None,
+            grad_among if with_positives else None,
         )
         if need_queries:
             torch.mm(grad, keys, out=grad_queries[rows])
@@ -206,16 +245,19 @@ def _soft_rank_backward(
 def _(
     grad_ranks: Tensor,
     grad_scores: Tensor,
+    grad_among: Tensor,
     queries: Tensor,
     keys: Tensor,
     start: Tensor,
     count: Tensor,
     positive_scores: Tensor,
     slopes: Tensor,
-    similarity: Tensor,
+    among_slopes: Tensor,
+    kept: Tensor,
     extent: Tensor,
     surrogate: str,
     temperature: float,
+    with_positives: bool,
     budget: int,
     backend: str,
     need_queries: bool,
@@ -226,24 +268,27 @@ def _(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    queries, keys, start, count, surrogate, temperature, _, budget, _, backend = inputs
-    _, positive_scores, slopes, similarity, extent = output
-    ctx.save_for_backward(queries, keys, start, count, positive_scores, slopes, similarity, extent)
-    ctx.options = surrogate, temperature, budget, backend
-    ctx.mark_non_differentiable(slopes, similarity, extent)
+    queries, keys, start, count, surrogate, temperature, with_positives, _, budget, _, backend = inputs
+    _, positive_scores, _, *saved = output
+    ctx.save_for_backward(queries, keys, start, count, positive_scores, *saved)
+    ctx.options = surrogate, temperature, with_positives, budget, backend
+    ctx.mark_non_differentiable(*saved)
 
 
-def _backward(ctx: Any, grad_ranks: Tensor, grad_scores: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(
+    ctx: Any, grad_ranks: Tensor, grad_scores: Tensor, grad_among: Tensor, *_: Any
+) -> tuple[Tensor | None, ...]:
     need_queries, need_keys = ctx.needs_input_grad[:2]
     grad_queries, grad_keys = _soft_rank_backward(
         grad_ranks.contiguous(),
         grad_scores.contiguous(),
+        grad_among.contiguous(),
         *ctx.saved_tensors,
         *ctx.options,
         need_queries,
         need_keys,
     )
-    return grad_queries if need_queries else None, grad_keys if need_keys else None, *[None] * 8
+    return grad_queries if need_queries else None, grad_keys if need_keys else None, *[None] * 9
 
 
 _soft_rank.register_autograd(_backward, setup_context=_save_for_backward)

@@ -52,10 +52,18 @@ def rows_per_block(rows: int, columns: int, itemsize: int, device: torch.device,
     return max(1, min(target, budget // row_bytes, rows))
 
 
+def padded_scores(rows: int, columns: int, like: Tensor) -> Tensor:
+    """An uninitialised [rows, stride] that is contiguous; stride is `columns` rounded up to ROW_STRIDE_UNIT.
+
+    What operators return: whether the [rows, columns] within is contiguous depends on the batch size, and
+    torch.compile would compile for either case.
+    """
+    return like.new_empty(rows, -(-columns // ROW_STRIDE_UNIT) * ROW_STRIDE_UNIT)
+
+
 def empty_scores(rows: int, columns: int, like: Tensor) -> Tensor:
     """An uninitialised [rows, columns] whose row stride is a multiple of ROW_STRIDE_UNIT."""
-    stride = -(-columns // ROW_STRIDE_UNIT) * ROW_STRIDE_UNIT
-    return like.new_empty(rows, stride)[:, :columns]
+    return padded_scores(rows, columns, like)[:, :columns]
 
 
 class Block(NamedTuple):

@@ -1,0 +1,219 @@
+"""`python -m bench.aot`: every kernel in every launch configuration, compiled for GPUs that need not be here.
+
+Prints one JSON line per build: what was built, registers, spills, shared memory, fences, and whether row offsets are
+multiplied in int64. TRITON_INTERPRET must be unset: a kernel decorated under the interpreter cannot be compiled.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# Triton announces another default and warns until one is chosen. Line tables only slow the builds down.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tritonloss.backends import tuning
+from tritonloss.backends.triton import INTERPRETED, KERNELS
+from tritonloss.ops.soft_rank import SURROGATES
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+ITEMSIZE = {"fp32": 4, "fp64": 8}
+NUM_STAGES = 3  # what triton.Config asks for
+
+# What the arguments of a kernel do not say: the values of its constants besides those of tuning.CONFIGS, and which
+# pointers are to integers. A new kernel needs an entry for each new name.
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "SURROGATE": SURROGATES,
+    "WITH_SLOPES": (True, False),
+    "WITH_POSITIVES": (False, True),
+}
+INTEGER_POINTERS = {"start": "*i64", "count": "*i64", "offset": "*i64", "labels": "*i32"}
+TILES = tuple(sorted({tuning.positives_per_tile(width) for width in range(1, 100)}))
+
+
+@dataclass(frozen=True)
+class Build:
+    """One kernel for one GPU with all its options."""
+
+    kernel: str
+    arch: str
+    dtype: str
+    constants: dict[str, Any]
+    num_warps: int
+
+
+def options_of(kernel: str) -> dict[str, tuple[Any, ...]]:
+    """The constants of a kernel that neither the tile nor the dtype decides, and their values."""
+    return {name: values for name, values in OPTIONS.items() if name in KERNELS[kernel].arg_names}
+
+
+def builds(arch: str, kernel: str) -> Iterator[Build]:
+    """Every way in which the package can launch `kernel` on `arch`."""
+    tiles = TILES if "BLOCK_P" in KERNELS[kernel].arg_names else (1,)
+    options = options_of(kernel)
+    for dtype, block_p in itertools.product(ITEMSIZE, tiles):
+        for config in tuning.configurations(kernel, block_p, ITEMSIZE[dtype]):
+            for values in itertools.product(*options.values()):
+                yield make_build(kernel, arch, dtype, block_p, config, dict(zip(options, values)))
+
+
+def default_build(kernel: str, arch: str, block_p: int = 4) -> Build:
+    """The float32 build that runs without tuning, with the first value of each option."""
+    options = {name: values[0] for name, values in options_of(kernel).items()}
+    return make_build(kernel, arch, "fp32", block_p, tuning.configurations(kernel, block_p)[0], options)
+
+
+def make_build(
+    kernel: str, arch: str, dtype: str, block_p: int, config: Mapping[str, int], options: Mapping[str, Any]
+) -> Build:
+    fast = dtype == "fp32" and TARGETS[arch].backend == "cuda"
+    constants = {**options, "FAST_MATH": fast, "BLOCK_P": block_p, **config}
+    taken = {name: value for name, value in constants.items() if name in KERNELS[kernel].arg_names}
+    return Build(kernel, arch, dtype, taken, config["num_warps"])
+
+
+def signature(build: Build) -> dict[str, str]:
+    """The type of each argument: a constant by its annotation, a size by not being specialised, else a pointer."""
+    types = {}
+    for parameter in KERNELS[build.kernel].params:
+        if parameter.is_constexpr:
+            types[parameter.name] = "constexpr"
+        elif parameter.do_not_specialize:
+            types[parameter.name] = "i32"
+        else:
+            types[parameter.name] = INTEGER_POINTERS.get(parameter.name, f"*{build.dtype}")
+    return types
+
+
+def compiled(build: Build) -> Any:
+    """The compiled kernel; its `asm` holds every stage by name (ttir, ptx, cubin, amdgcn, ...)."""
+    if INTERPRETED:
+        raise RuntimeError("kernels were decorated under TRITON_INTERPRET=1 and cannot be compiled")
+    function = KERNELS[build.kernel]
+    types = signature(build)
+    if unknown := {name for name, kind in types.items() if kind == "constexpr"} - build.constants.keys():
+        raise KeyError(f"{build.kernel} has constants without a value: add {unknown} to OPTIONS")
+    names = function.arg_names
+    source = ASTSource(
+        fn=function,
+        signature=types,
+        constexprs={(names.index(name),): value for name, value in build.constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*"},
+    )
+    options = {"num_warps": build.num_warps, "num_stages": NUM_STAGES}
+    if build.dtype == "fp64" and TARGETS[build.arch].backend == "cuda":
+        options["maxnreg"] = tuning.MAX_REGISTERS
+    return triton.compile(source, target=TARGETS[build.arch], options=options)
+
+
+# --- what came out ---
+
+
+def report(build: Build) -> dict[str, Any]:
+    """The line that is printed for a build."""
+    kernel = compiled(build)
+    usage = amd_usage(kernel) if "amdgcn" in kernel.asm else nvidia_usage(kernel)
+    threads = build.num_warps * TARGETS[build.arch].warp_size
+    return {**asdict(build), "threads": threads, **usage, "int64_rows": rows_in_int64(kernel.asm["ttir"])}
+
+
+def nvidia_usage(kernel: Any) -> dict[str, int]:
+    """Registers a thread, spilled bytes (the stack), shared bytes, memory fences."""
+    with cubin(kernel) as path:
+        text = tool("cuobjdump", "-res-usage", path)
+    registers, stack, shared = (
+        int(re.findall(rf"{key}:(\d+)", text)[-1]) for key in ("REG", "STACK", "SHARED")
+    )
+    fences = len(re.findall(r"\b(?:membar|fence)\b", kernel.asm["ptx"]))  # each is a MEMBAR in the SASS
+    return {"registers": registers, "spills": stack, "shared": shared, "fences": fences}
+
+
+def amd_usage(kernel: Any) -> dict[str, int]:
+    """The same from the metadata at the end of the AMD assembly; a spill counts registers there."""
+    text = kernel.asm["amdgcn"]
+
+    def value(key: str) -> int:
+        return int(re.findall(rf"\.{key}:\s+(\d+)", text)[-1])
+
+    return {
+        "registers": value("vgpr_count"),
+        "spills": value("vgpr_spill_count"),  # a spilled SGPR goes to a lane of a VGPR, not to memory
+        "shared": value("group_segment_fixed_size"),
+        "fences": len(re.findall(r"\bbuffer_wbl2\b|\bbuffer_inv\b", text)),
+    }
+
+
+def sass(kernel: Any) -> str:
+    """The machine code of an NVIDIA build, with labels."""
+    with cubin(kernel) as path:
+        return tool("nvdisasm", "-c", path)
+
+
+def rows_in_int64(ttir: str) -> bool:
+    """Whether every product with a `stride_*` argument, and so every row offset, is an int64."""
+    strides = set(re.findall(r"(%\w*stride_\w+): i32", ttir))
+    products = []
+    for result, operation, operands in re.findall(r"(%\w+) = (arith\.\w+|tt\.splat) (.*)", ttir):
+        if strides.isdisjoint(re.findall(r"%\w+", operands)):
+            continue
+        strides.add(result)
+        if operation == "arith.muli":
+            products.append(operands)
+    return bool(products) and all(re.search(r": (tensor<[\dx]+x)?i64", product) for product in products)
+
+
+def cubin(kernel: Any) -> "_TemporaryFile":
+    return _TemporaryFile(kernel.asm["cubin"])
+
+
+class _TemporaryFile:
+    """The path of a file with this content, as long as the `with` block lasts."""
+
+    def __init__(self, content: bytes) -> None:
+        self._file = tempfile.NamedTemporaryFile(suffix=".cubin")
+        self._file.write(content)
+        self._file.flush()
+
+    def __enter__(self) -> str:
+        return self._file.name
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+
+def tool(name: str, *arguments: str) -> str:
+    """Output of one of the CUDA tools that Triton brings along."""
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([path, *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.aot", description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--kernel", nargs="+", choices=KERNELS, default=list(KERNELS))
+    chosen = parser.parse_args()
+    for arch, kernel in itertools.product(chosen.arch, chosen.kernel):
+        for build in builds(arch, kernel):
+            print(json.dumps(report(build)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""PNP beside pytorch-metric-learning 2.9.0 and beside gathered positives in plain torch: float32, four per class."""
+
+import pytest
+import torch
+
+from bench.memory import peak_bytes
+from bench.pnp import SIZES, step
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CASES = [(name, n, backward) for name, sizes in SIZES.items() for n in sizes for backward in (False, True)]
+
+
+@pytest.mark.parametrize(("name", "n", "backward"), CASES)
+def test_pnp(benchmark, name: str, n: int, backward: bool) -> None:
+    run = step(name, n, backward, DEVICE)
+    # No figure for a wrong value: 1e-5 is the float32 error of a similarity, 1e-7, over the temperature.
+    torch.testing.assert_close(run(), step("tritonloss", n, backward, DEVICE)(), rtol=1e-5, atol=0)
+    slow = name.startswith("pml") and n >= 512
+    benchmark.group = f"N = {n}, {'forward + backward' if backward else 'forward'}"
+    benchmark.extra_info.update(name=name, n=n, backward=backward, device=DEVICE)
+    if backward:
+        benchmark.extra_info["peak_bytes"] = peak_bytes(name, n, DEVICE)
+    benchmark.pedantic(run, rounds=1 if slow else 7, warmup_rounds=0 if slow else 2)

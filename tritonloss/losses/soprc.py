@@ -1,0 +1,855 @@
+"""SOPRC: the area under the precision-recall curve, with a prior that is given and positives that are remembered."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor, nn
+
+from tritonloss import reference
+from tritonloss.backends import selected_backend
+from tritonloss.layout import ClassLayout, runs, segment_sum
+from tritonloss.losses.base import (
+    check_arguments,
+    check_embeddings,
+    check_labels,
+    fraction,
+    full_precision,
+    mean_of_queries,
+    output_dtype,
+    refuse,
+    unit_rows,
+)
+from tritonloss.losses.semi_variance import (
+    Normalize,
+    SemiVarianceRegularizer,
+    is_embeddings,
+    score_matrix,
+)
+from tritonloss.ops import class_labels, memory_rank, soft_rank, soft_rank_scores
+from tritonloss.types import IndicesTuple, LossDict, upcast
+
+Grid: TypeAlias = Literal["midpoint", "left", "authors", "linear"]
+MemoryUpdate: TypeAlias = Literal["mean", "last", "pool"]
+MemoryInit: TypeAlias = Literal["first", "uniform"]
+Average: TypeAlias = Literal["macro", "micro"]
+ScoreRange: TypeAlias = tuple[float, float] | None
+Prior: TypeAlias = float | Sequence[float] | Tensor | Literal["batch"]
+
+
+# --- The pieces ------------------------------------------------------------------------------------------------------
+
+
+def interpolate_scores(
+    scores: Tensor, size: int, *, grid: Grid = "midpoint", score_range: ScoreRange = None
+) -> Tensor:
+    """phi: spread a list of scores over `size` quantiles, so that lists of any length can be averaged.
+
+    With s_1 <= ... <= s_n the sorted scores, s_0 = 2 s_1 - s_2 and s_(n+1) = 2 s_n - s_(n-1), both kept within
+    `score_range`, and u the polygon through (k, s_k), entry j = 0 .. size - 1 is
+
+    | grid | entry |
+    |---|---|
+    | "midpoint" | (u(t) + u(t + 1)) / 2 at t = (j + 1/2) n / size |
+    | "left" | the same at t = j n / size |
+    | "authors" | the same at t = j / ceil(size / n): the authors' code; the top is left out unless n divides size |
+    | "linear" | u(t) at t = (j + 1/2) (n + 1) / size: plain linear interpolation, as Proposition 3 assumes |
+
+    The first three are a moving average of two neighbours: they smooth the list, and shrink its tails where n is small.
+
+    Args:
+        scores: [..., n] floating, n >= 1, in any order. No gradient passes.
+        size: number of entries, >= 1.
+        grid: see the table.
+        score_range: the smallest and the largest score there can be; None for no limit.
+
+    Returns:
+        [..., size], ascending up to the rounding of its dtype.
+
+    Source: Wen et al., NeurIPS 2022 (arXiv 2209.13262), Algorithm 2, read so that it agrees with the authors' code.
+    """
+    _check_interpolation(size, grid, score_range)
+    if not scores.shape[-1:] or scores.shape[-1] < 1:
+        raise ValueError(f"scores must have shape [..., n] with n of at least 1, got {list(scores.shape)}")
+    lists = upcast(scores.detach()).flatten(0, -2) if scores.ndim > 1 else upcast(scores.detach())[None]
+    n = torch.full((lists.shape[0],), lists.shape[1], dtype=torch.int64, device=scores.device)
+    entries = _interpolate(lists.sort(1).values.flatten(), torch.cumsum(n, 0) - n, n, size, grid, score_range)
+    return entries.reshape(*scores.shape[:-1], size)
+
+
+def exact_prior(class_counts: Sequence[int] | Tensor, *, retrieval: bool = True) -> Tensor:
+    """The share of positives among the candidates of a query of each class [C], float32.
+
+    class_counts: [C], how many examples of each class the data set has, >= 1. retrieval: the query is an example
+    itself, (n_c - 1) / (N - 1), at least 1 / (N - 1); without it n_c / N. Eq. 1's pi.
+    """
+    counts = torch.as_tensor(class_counts).to(torch.float64)
+    if retrieval:
+        return ((counts - 1).clamp(min=1) / (counts.sum() - 1)).float()
+    return (counts / counts.sum()).float()
+
+
+def scaled_prior(class_counts: Sequence[int] | Tensor, *, prior_max: float = 0.1) -> Tensor:
+    """prior_max n_c / max n [C], float32: the authors' prior, whose scale acts as a temperature and must be tuned.
+
+    class_counts: [C], how many examples of each class the data set has. The authors' prior_max is 0.1 for iNaturalist
+    and VehicleID and 0.01 for SOP.
+    """
+    counts = torch.as_tensor(class_counts).to(torch.float64)
+    return (prior_max * counts / counts.max()).float()
+
+
+def soprc_loss(
+    embeddings: Tensor,
+    labels: Tensor,
+    memory: Tensor,
+    prior: Prior,
+    *,
+    tau1: float = 0.1,
+    tau2: float = 0.001,
+    tpr_offset: float = 1,
+    tpr_grad: bool = False,
+    average: Average = "macro",
+    max_class_size: int | None = None,
+    memory_budget: int | None = None,
+) -> Tensor:
+    """The SOPRC loss of embeddings with labels for a given memory (`SOPRCLoss` without its state and Eq. 9).
+
+    Every row is a query; its positives are the other rows of its class and h is the cosine similarity.
+
+    Args:
+        embeddings: [N, D], any floating dtype; normalised here.
+        labels: [N] integer, in 0 .. C - 1: the row of the memory.
+        memory: [C, V], the remembered scores v of each class; constant.
+        prior: the number pi, or one for each class [C], between 0 and 1; or "batch", n_+ / (n_+ + n_-) of the query.
+        tau1, tau2, tpr_offset, tpr_grad, average, max_class_size, memory_budget: as for `SOPRCLoss`.
+
+    Returns:
+        Scalar in the dtype of the embeddings (float32 inside autocast); 0 where no query has a positive and a negative.
+
+    Raises:
+        TypeError, ValueError: as `SOPRCLoss`; a label out of range.
+    """
+    check_arguments(embeddings, labels, None, None, None)
+    options = _Options(tau1, tau2, tpr_offset, tpr_grad, average)
+    with full_precision(embeddings):
+        classes = class_labels(labels, memory.shape[0])
+        pairs = _pairs_of_embeddings(embeddings, classes, tau1, max_class_size, memory_budget)
+        loss = _loss(pairs, _rows_of(memory, pairs), _prior_of(prior, pairs), options)
+    return loss.to(output_dtype(embeddings))
+
+
+def soprc_scores_loss(
+    scores: Tensor,
+    positives: Tensor,
+    negatives: Tensor,
+    memory: Tensor,
+    prior: Prior,
+    *,
+    classes: Tensor | None = None,
+    tau1: float = 0.1,
+    tau2: float = 0.001,
+    tpr_offset: float = 1,
+    tpr_grad: bool = False,
+    average: Average = "macro",
+    memory_budget: int | None = None,
+) -> Tensor:
+    """The SOPRC loss of a score matrix for a given memory (`SOPRCLoss` without its state and Eq. 9).
+
+    Args:
+        scores: [Q, N], any floating dtype.
+        positives, negatives: [Q, N] bool. A column that is neither is left out, one that is both is a positive.
+        memory: [C, V], the remembered scores v; constant.
+        prior: as for `soprc_loss`.
+        classes: [Q] integer, the row of the memory of each query; None if C is 1 or Q.
+        tau1, tau2, tpr_offset, tpr_grad, average, memory_budget: as for `SOPRCLoss`.
+
+    Returns:
+        Scalar in the dtype of the scores (float32 inside autocast); 0 where no query has a positive and a negative.
+
+    Raises:
+        TypeError, ValueError: as `SOPRCLoss`.
+    """
+    matrix = score_matrix(scores, None, positives, negatives)
+    options = _Options(tau1, tau2, tpr_offset, tpr_grad, average)
+    with full_precision(scores):
+        pairs = _pairs_of_scores(*matrix, _classes(classes, matrix[0], memory.shape[0]), tau1, memory_budget)
+        loss = _loss(pairs, _rows_of(memory, pairs), _prior_of(prior, pairs), options)
+    return loss.to(output_dtype(scores))
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What turns sums into the loss; see `SOPRCLoss`."""
+
+    tau1: float
+    tau2: float
+    tpr_offset: float
+    tpr_grad: bool
+    average: Average
+
+    def __post_init__(self) -> None:
+        _check_numbers(tau1=self.tau1, tau2=self.tau2, tpr_offset=self.tpr_offset)
+        for name, value in (("tau1", self.tau1), ("tau2", self.tau2)):
+            if not value > 0:
+                raise ValueError(f"{name} is {value}: expected a number above 0")
+        if not self.tpr_offset >= 0:
+            raise ValueError(f"tpr_offset is {self.tpr_offset}: expected at least 0")
+        _check_choice("average", self.average, Average)
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """The pairs (query, positive) of a call, those of query 0 first.
+
+    scores, query, used: [M], the score h, the index of the query, and whether it is a pair (a query with itself, and
+    the padding of a bounded layout, are none). ranks: [M], the sum of l_1 over the negatives of the query; None under
+    the reference, which reads `matrix`: the scores, the positives and the negatives [Q, N] themselves.
+    count, n_positives, n_negatives, classes: [Q]; count includes what is not used.
+    """
+
+    scores: Tensor
+    ranks: Tensor | None
+    query: Tensor
+    used: Tensor
+    count: Tensor
+    n_positives: Tensor
+    n_negatives: Tensor
+    classes: Tensor
+    matrix: tuple[Tensor, Tensor, Tensor] | None = None
+
+    @property
+    def is_query(self) -> Tensor:
+        """[Q] bool: whether the query has a positive, a negative and a class."""
+        return (self.n_positives > 0) & (self.n_negatives > 0) & (self.classes >= 0)
+
+
+def _query_of_pairs(count: Tensor, n_pairs: int) -> Tensor:
+    pair = torch.arange(n_pairs, device=count.device)
+    return torch.searchsorted(torch.cumsum(count, 0), pair, right=True).clamp(max=count.shape[0] - 1)
+
+
+def _pairs_of_embeddings(
+    embeddings: Tensor,
+    classes: Tensor,
+    tau1: float,
+    max_class_size: int | None,
+    memory_budget: int | None,
+) -> _Pairs:
+    if selected_backend() == "reference":
+        return _dense_pairs(*reference.similarity(upcast(embeddings), classes), classes)
+    layout = ClassLayout.from_labels(classes)
+    rows = layout.sort(unit_rows(embeddings))
+    return _pairs_of_sorted_rows(rows, classes[layout.order], layout, tau1, max_class_size, memory_budget)
+
+
+def _pairs_of_sorted_rows(
+    rows: Tensor,
+    classes: Tensor,
+    layout: ClassLayout,
+    tau1: float,
+    max_class_size: int | None,
+    memory_budget: int | None,
+) -> _Pairs:
+    count = layout.query_count
+    ranks, scores, _ = soft_rank(
+        rows,
+        rows,
+        layout.start,
+        count,
+        surrogate="one_side_huber",
+        temperature=tau1,
+        max_class_size=max_class_size,
+        memory_budget=memory_budget,
+    )
+    query = _query_of_pairs(count, scores.shape[0])
+    slot = torch.arange(scores.shape[0], device=query.device) - (torch.cumsum(count, 0) - count)[query]
+    # soft_rank counts a query among its positives: that pair is dropped here.
+    used = (slot < count[query]) & (layout.start[query] + slot != query)
+    n_positives = (count - 1).clamp(min=0)
+    return _Pairs(scores, ranks, query, used, count, n_positives, rows.shape[0] - layout.count, classes)
+
+
+def _pairs_of_scores(
+    scores: Tensor,
+    positives: Tensor,
+    negatives: Tensor,
+    classes: Tensor,
+    tau1: float,
+    memory_budget: int | None,
+) -> _Pairs:
+    if selected_backend() == "reference":
+        return _dense_pairs(scores, positives, negatives, classes)
+    ranks, positive_scores, _ = soft_rank_scores(
+        scores,
+        positives,
+        negatives,
+        surrogate="one_side_huber",
+        temperature=tau1,
+        memory_budget=memory_budget,
+    )
+    count = positives.sum(1)
+    query = _query_of_pairs(count, positive_scores.shape[0])
+    used = torch.ones_like(query, dtype=torch.bool)
+    return _Pairs(positive_scores, ranks, query, used, count, count, negatives.sum(1), classes)
+
+
+def _dense_pairs(scores: Tensor, positives: Tensor, negatives: Tensor, classes: Tensor) -> _Pairs:
+    count = positives.sum(1)
+    query = positives.nonzero()[:, 0]
+    used = torch.ones_like(query, dtype=torch.bool)
+    matrix = (scores, positives, negatives)
+    return _Pairs(scores[positives], None, query, used, count, count, negatives.sum(1), classes, matrix)
+
+
+def _loss(pairs: _Pairs, memory: Tensor, prior: Tensor, options: _Options) -> Tensor:
+    """The scalar loss. memory: [Q, V]. prior: [Q]. Both constant."""
+    losses = torch.where(pairs.used, _pair_losses(pairs, memory, prior, options), 0)
+    is_query = pairs.is_query
+    if options.average == "micro":
+        n_pairs = torch.where(is_query, pairs.n_positives, 0).sum()
+        return torch.where(is_query[pairs.query], losses, 0).sum() / n_pairs.clamp(min=1).to(losses.dtype)
+    per_query = segment_sum(losses, pairs.count) / pairs.n_positives.clamp(min=1).to(losses.dtype)
+    return mean_of_queries(torch.where(is_query, per_query, 0), is_query)
+
+
+def _pair_losses(pairs: _Pairs, memory: Tensor, prior: Tensor, options: _Options) -> Tensor:
+    """sigma((1 - pi) / pi * FPR / TPR) of each pair [M], as one fraction that no pi and no TPR can overflow."""
+    if pairs.ranks is None:
+        assert pairs.matrix is not None
+        losses = reference.soprc(
+            *pairs.matrix,
+            memory,
+            prior,
+            tau1=options.tau1,
+            tau2=options.tau2,
+            tpr_offset=options.tpr_offset,
+            tpr_grad=options.tpr_grad,
+        )
+        return losses[pairs.matrix[1]]
+    fpr = pairs.ranks / pairs.n_negatives.clamp(min=1).to(pairs.ranks.dtype)[pairs.query]
+    anchors = pairs.scores if options.tpr_grad else pairs.scores.detach()
+    above = memory_rank(anchors, memory, pairs.query, temperature=options.tau2)
+    tpr = (options.tpr_offset + above) / (options.tpr_offset + memory.shape[1])
+    pi = prior[pairs.query]
+    return fraction((1 - pi) * fpr, pi * tpr)
+
+
+def _rows_of(memory: Tensor, pairs: _Pairs) -> Tensor:
+    """The memory of each query's class [Q, V], constant."""
+    if memory.ndim != 2 or memory.shape[1] < 1:
+        raise ValueError(f"memory must have shape [C, V] with V of at least 1, got {list(memory.shape)}")
+    return memory.detach().to(pairs.scores.dtype)[pairs.classes.clamp(min=0)]
+
+
+def _prior_of(prior: Prior, pairs: _Pairs) -> Tensor:
+    """pi of each query [Q], constant."""
+    dtype = pairs.scores.dtype
+    if isinstance(prior, str):
+        _check_choice("prior", prior, Literal["batch"])
+        total = (pairs.n_positives + pairs.n_negatives).clamp(min=1)
+        return pairs.n_positives.to(dtype) / total.to(dtype)
+    values = torch.as_tensor(prior, dtype=dtype, device=pairs.scores.device).detach()
+    return values.expand(pairs.classes.shape) if values.ndim == 0 else values[pairs.classes.clamp(min=0)]
+
+
+def _classes(classes: Tensor | None, scores: Tensor, num_classes: int) -> Tensor:
+    """The class of each query [Q]; -1 never, as a class out of range raises."""
+    n_queries = scores.shape[0]
+    if classes is not None:
+        if not isinstance(classes, Tensor) or classes.is_floating_point():
+            raise TypeError(
+                f"classes must be an integer tensor, got {getattr(classes, 'dtype', type(classes))}"
+            )
+        if classes.shape != (n_queries,) or classes.device != scores.device:
+            raise ValueError(
+                f"classes must have shape [{n_queries}] on {scores.device}, one a row of scores, "
+                f"got {list(classes.shape)} on {classes.device}"
+            )
+        return class_labels(classes, num_classes)
+    if num_classes == 1:
+        return torch.zeros(n_queries, dtype=torch.int64, device=scores.device)
+    if n_queries != num_classes:
+        raise ValueError(f"classes are required: there are {n_queries} queries and {num_classes} classes")
+    return torch.arange(n_queries, device=scores.device)
+
+
+def _sort_segments(values: Tensor, segment: Tensor) -> Tensor:
+    """values [M] sorted by their segment [M], ascending within each."""
+    values, order = torch.sort(values)
+    return values[torch.sort(segment[order], stable=True).indices]
+
+
+def _interpolate(
+    values: Tensor, first: Tensor, n: Tensor, size: int, grid: Grid, score_range: ScoreRange
+) -> Tensor:
+    """phi of S lists [S, size]: list k is values[first[k]] .. values[first[k] + n[k] - 1], ascending.
+
+    An empty list gives numbers without meaning.
+    """
+    values = torch.cat([values, values.new_zeros(1)])
+    n = n.clamp(min=1)[:, None]
+    place = torch.arange(size, device=values.device)
+    # Exact integers: where an interval of the polygon begins must not depend on rounding.
+    numerator, denominator = {
+        "midpoint": ((2 * place + 1) * n, 2 * size * torch.ones_like(n)),
+        "left": (place * n, size * torch.ones_like(n)),
+        "authors": (place.expand(n.shape[0], size), (size + n - 1) // n),
+        "linear": ((2 * place + 1) * (n + 1), 2 * size * torch.ones_like(n)),
+    }[grid]
+    knot = numerator // denominator
+    weight = (numerator - knot * denominator).to(values.dtype) / denominator.to(values.dtype)
+
+    def at(index: Tensor) -> Tensor:
+        return values[(first[:, None] + index.clamp(min=1).minimum(n) - 1).clamp(max=values.shape[0] - 1)]
+
+    one = torch.ones_like(n)
+    low, high = 2 * at(one) - at(2 * one), 2 * at(n) - at(n - 1)
+    if score_range is not None:
+        # Never past the list itself: a score may lie outside the range by its rounding.
+        low = low.clamp(min=score_range[0]).minimum(at(one))
+        high = high.clamp(max=score_range[1]).maximum(at(n))
+
+    def polygon(index: Tensor) -> Tensor:
+        return torch.where(index < 1, low, torch.where(index > n, high, at(index)))
+
+    if grid == "linear":
+        return torch.lerp(polygon(knot), polygon(knot + 1), weight)
+    left, middle, right = polygon(knot), polygon(knot + 1), polygon(knot + 2)
+    return ((1 - weight) * left + middle + weight * right) / 2
+
+
+# --- The module ------------------------------------------------------------------------------------------------------
+
+
+class SOPRCLoss(nn.Module):
+    """1 - AUPRC for any sampling of the batch: stochastic optimisation of the area under the precision-recall curve.
+
+    For a query with positive scores h_i and negative scores h_k, the prior pi and the memory v of its class [V],
+
+        F_i = mean over k of l_1(h_i - h_k)                              (Eq. 8; l_1 the one-side Huber of Eq. 7)
+        T_i = (offset + sum over j of l_2(h_i - v_j)) / (offset + V)     (Eq. 8; l_2 the one-side sigmoid of Eq. 7)
+        f_i = (1 - pi) F_i / ((1 - pi) F_i + pi T_i)                     (Eq. 4)
+
+    and the loss is the mean of f over the positives of a query, then over the queries that have a positive and a
+    negative, plus w_var times the semi-variance of Eq. 9. An average precision taken on a batch silently uses the
+    batch's own share of positives for pi; this loss does not, and T is taken against remembered scores, so that it
+    estimates the curve of the whole data.
+
+    Forms:
+        `criterion(embeddings, labels)`: embeddings [N, D] of any floating dtype, normalised here, labels [N] in
+            0 .. num_classes - 1. Each row is a query, its positives are the other rows of its class, h is the cosine
+            similarity, and v belongs to the class.
+        `criterion(scores, targets)`: binary classification, scores [B] of any floating dtype, targets [B], above 0
+            where positive, num_classes 1: one query. Or multi-label, [B, C] each and num_classes C: a query a column.
+        `criterion(scores, positives=mask, negatives=mask, classes=...)`: scores [Q, N] and bool masks [Q, N], a query
+            a row; classes [Q] says whose v it uses and may be left out where num_classes is 1 or Q.
+
+    The memory: in training mode each call first computes phi of the positive scores (Algorithm 2), moves the rows of
+    the classes that it meets, v <- (1 - beta) v + beta phi (Eq. 10), and then uses them (Eq. 11). In eval mode, or
+    with `criterion(..., update=False)`, nothing is changed and v is used as it is: do that for a second forward of the
+    same batch (gradient checkpointing, closures). A class that was never met uses the phi of its queries. A query
+    whose scores are not finite moves nothing. A call that raises changes nothing. The state is in `state_dict`: buffers
+    v [C, V] and prior [C] float32, visits [C] int64; a state of another size is refused as a whole. In
+    distributed training give every process the gathered embeddings, else each keeps another memory.
+
+    Args:
+        num_classes: C, rows of the memory.
+        prior: pi of Eq. 1, one number or one for each class [C], above 0 and below 1: see `exact_prior` and
+            `scaled_prior`. Its scale acts as a temperature: with a tiny pi gradients vanish for badly ranked positives.
+            "batch": n_+ / (n_+ + n_-) of the query, the biased estimator of Eq. 5 and of row 1 in Table 2.
+        tau1: width of l_1, > 0.
+        tau2: width of l_2, > 0.
+        memory_size: V, N_+ in the paper.
+        beta: step of the memory, in (0, 1] (Eq. 10). Theory sets it to about 1 / n_+ (Theorems 2 and 3).
+        score_range: the smallest and largest score (b, B of Algorithm 2), or None; "auto" is (-1, 1) for embeddings and
+            None for scores. Give (0, 1) for probabilities.
+        grid: of Algorithm 2, see `interpolate_scores`.
+        v_init: v_1; "first", the first phi (Proposition 1 favours it), or "uniform", j / V, as the authors' code.
+        update: of a class with several queries in a batch; "mean" of their phi; "last", the phi of the last of them in
+            the batch, as the authors' code on a CPU; or "pool", phi of the scores of all of them as one list.
+        tpr_offset: in T; 1 counts the positive itself, so that T > 0 and f is still an upper bound of Eq. 3; 0 as in
+            the paper, and f is 0 where F and T are.
+        tpr_grad: differentiate T by h, as Eq. 11 is written. The authors' code does not: that gradient pushes
+            positives down, by up to 1 / (2 tau2), wherever a remembered score is near.
+        use_memory: without it, v is the phi of the query in this call (rows 1 and 2 of Table 2), and no state is kept.
+        average: "macro", of the queries' means; "micro", of all pairs (Eq. 8 has one query).
+        w_var: weight of Eq. 9; 0 leaves it out (row 3 of Table 2).
+        var_weights, var_normalize, var_detach_mean: of Eq. 9, see `SemiVarianceRegularizer`.
+        max_class_size: a bound of the class sizes of a batch of embeddings in place of the host sync, as for `PNPLoss`.
+        check_label_range: compare labels with num_classes, one host sync on CUDA; without it, a row whose label is out
+            of range is no query, and a negative of all others.
+        memory_budget: bytes that similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU and a
+            sixteenth of the device's memory on CUDA.
+
+    Cost: with embeddings, time O(N^2 D + sum over classes of n^2 (N - n + V)), memory O(memory_budget + N (D + V) +
+    sum of n^2), n the size of a class. With scores, time O(Q N + sum over queries of n_+ (n_- + V)), memory of a few
+    numbers for each score. Computed in float32 (float64 for float64) with autocast off.
+
+    Raises:
+        TypeError: inputs, labels or masks of the wrong kind; an option that is no number.
+        ValueError: a prior outside (0, 1) or of another size; an option out of range; shapes or devices that do not
+            fit; a label out of range; an `indices_tuple`, `ref_emb` or `ref_labels` that is not None.
+
+    Source: Wen et al., Exploring the Algorithm-Dependent Generalization of AUPRC Optimization with List Stability,
+    NeurIPS 2022, arXiv 2209.13262. Where paper and authors' code differ, the default follows the code for the
+    gradient and the offset of T, and the paper for Eq. 9; `from_preset` has both.
+    """
+
+    v: Tensor
+    visits: Tensor
+    prior: Tensor | None
+
+    def __init__(
+        self,
+        num_classes: int = 1,
+        *,
+        prior: Prior = 0.1,
+        tau1: float = 0.1,
+        tau2: float = 0.001,
+        memory_size: int = 100,
+        beta: float = 0.1,
+        score_range: ScoreRange | Literal["auto"] = "auto",
+        grid: Grid = "midpoint",
+        v_init: MemoryInit = "first",
+        update: MemoryUpdate = "mean",
+        tpr_offset: float = 1,
+        tpr_grad: bool = False,
+        use_memory: bool = True,
+        average: Average = "macro",
+        w_var: float = 1,
+        var_weights: Sequence[float] = (1.0, 5.0),
+        var_normalize: Normalize = "count_all",
+        var_detach_mean: bool = False,
+        max_class_size: int | None = None,
+        check_label_range: bool = True,
+        memory_budget: int | None = None,
+    ) -> None:
+        super().__init__()
+        _check_count("num_classes", num_classes)
+        _check_interpolation(memory_size, grid, None if score_range == "auto" else score_range)
+        _check_choice("v_init", v_init, MemoryInit)
+        _check_choice("update", update, MemoryUpdate)
+        _check_numbers(beta=beta, w_var=w_var)
+        if not 0 < beta <= 1:
+            raise ValueError(f"beta is {beta}: expected a number above 0 and at most 1")
+        if not w_var >= 0:
+            raise ValueError(f"w_var is {w_var}: expected at least 0")
+        self.options = _Options(tau1, tau2, tpr_offset, tpr_grad, average)
+        self.num_classes, self.memory_size, self.beta = num_classes, memory_size, beta
+        self.score_range, self.grid, self.v_init, self.update = score_range, grid, v_init, update
+        self.use_memory, self.w_var = use_memory, w_var
+        self.max_class_size, self.memory_budget = max_class_size, memory_budget
+        self.check_label_range = check_label_range
+        self.semi_variance = SemiVarianceRegularizer(
+            var_weights,
+            normalize=var_normalize,
+            detach_mean=var_detach_mean,
+            max_class_size=max_class_size,
+            memory_budget=memory_budget,
+        )
+        uniform = torch.arange(memory_size) / memory_size if v_init == "uniform" else torch.zeros(memory_size)
+        self.register_buffer("v", uniform.repeat(num_classes, 1))
+        self.register_buffer("visits", torch.zeros(num_classes, dtype=torch.int64))
+        self.register_buffer("prior", _class_prior(prior, num_classes))
+
+    @classmethod
+    def from_preset(
+        cls, name: Literal["authors", "paper"], num_classes: int = 1, **options: Any
+    ) -> "SOPRCLoss":
+        """The loss as in the authors' code or as in the paper; `options` are those of the class and go first.
+
+        "authors": uniform v_1, their grid, the last query of a class, offset 1, no gradient through T, Eq. 9 over the
+        selected pairs. Give `prior=scaled_prior(class_counts)`.
+
+        "paper": offset 0, gradient through T, beta 0.001, Eq. 9 over all pairs. `memory_size`, N_+, is required, and
+        `prior=exact_prior(class_counts)` is meant.
+
+        Raises:
+            TypeError: "paper" without a memory_size; an unknown option.
+            ValueError: another name.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"preset is {name!r}: expected one of {', '.join(PRESETS)}")
+        if name == "paper" and "memory_size" not in options:
+            raise TypeError("preset 'paper' needs memory_size, the number of positives N_+ of a query")
+        return cls(num_classes, **{**PRESETS[name], **options})
+
+    def forward(
+        self,
+        inputs: Tensor,
+        labels: Tensor | None = None,
+        indices_tuple: IndicesTuple | None = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+        *,
+        positives: Tensor | None = None,
+        negatives: Tensor | None = None,
+        classes: Tensor | None = None,
+        update: bool = True,
+    ) -> Tensor:
+        """The loss, a scalar in the dtype of the inputs (float32 inside autocast). The class has the forms."""
+        terms = self.loss_terms(
+            inputs,
+            labels,
+            indices_tuple,
+            ref_emb,
+            ref_labels,
+            positives=positives,
+            negatives=negatives,
+            classes=classes,
+            update=update,
+        )
+        loss = terms["loss"]["losses"]
+        if "semi_variance_loss" in terms:
+            loss = loss + terms["semi_variance_loss"]["losses"]
+        return loss.to(output_dtype(inputs))
+
+    def loss_terms(
+        self,
+        inputs: Tensor,
+        labels: Tensor | None = None,
+        indices_tuple: IndicesTuple | None = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+        *,
+        positives: Tensor | None = None,
+        negatives: Tensor | None = None,
+        classes: Tensor | None = None,
+        update: bool = True,
+    ) -> LossDict:
+        """The scalars that `forward` adds: "loss" and, unless w_var is 0, "semi_variance_loss". It moves the memory."""
+        refuse("SOPRCLoss", indices_tuple=indices_tuple, ref_emb=ref_emb, ref_labels=ref_labels)
+        if is_embeddings(inputs, labels):
+            refuse("SOPRCLoss with embeddings", positives=positives, negatives=negatives, classes=classes)
+            check_embeddings(inputs, "embeddings")
+            check_labels(labels, inputs, "labels")
+            assert labels is not None
+            with full_precision(inputs):
+                return self._terms_of_embeddings(inputs, labels, update)
+        matrix = score_matrix(inputs, labels, positives, negatives)
+        if labels is not None:
+            self._check_form(matrix[0], classes)
+        with full_precision(inputs):
+            return self._terms_of_scores(matrix, classes, update)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_classes={self.num_classes}, memory_size={self.memory_size}, beta={self.beta}, "
+            f"tau1={self.options.tau1}, tau2={self.options.tau2}, w_var={self.w_var}"
+        )
+
+    def _check_form(self, scores: Tensor, classes: Tensor | None) -> None:
+        refuse("SOPRCLoss with targets", classes=classes)
+        if scores.shape[0] != self.num_classes:
+            raise ValueError(
+                f"num_classes is {self.num_classes}: expected scores of as many columns, got {scores.shape[0]}"
+            )
+
+    def _terms_of_embeddings(self, embeddings: Tensor, labels: Tensor, update: bool) -> LossDict:
+        classes = class_labels(labels, self.num_classes, check=self.check_label_range)
+        if selected_backend() == "reference":
+            pairs = _dense_pairs(*reference.similarity(upcast(embeddings), classes), classes)
+            penalty = self._penalty(pairs)
+        else:
+            layout = ClassLayout.from_labels(classes)
+            rows = layout.sort(unit_rows(embeddings))
+            pairs = _pairs_of_sorted_rows(
+                rows,
+                classes[layout.order],
+                layout,
+                self.options.tau1,
+                self.max_class_size,
+                self.memory_budget,
+            )
+            penalty = self.semi_variance.of_sorted_rows(rows, layout) if self.w_var else None
+        return self._terms(pairs, (-1.0, 1.0), update, penalty)
+
+    def _terms_of_scores(
+        self, matrix: tuple[Tensor, Tensor, Tensor], classes: Tensor | None, update: bool
+    ) -> LossDict:
+        rows = _classes(classes, matrix[0], self.num_classes)
+        pairs = _pairs_of_scores(*matrix, rows, self.options.tau1, self.memory_budget)
+        penalty = self.semi_variance.of_scores(*matrix) if self.w_var else None
+        return self._terms(pairs, None, update, penalty)
+
+    def _penalty(self, pairs: _Pairs) -> Tensor | None:
+        assert pairs.matrix is not None
+        return self.semi_variance.of_scores(*pairs.matrix) if self.w_var else None
+
+    def _terms(
+        self, pairs: _Pairs, natural_range: ScoreRange, update: bool, penalty: Tensor | None
+    ) -> LossDict:
+        score_range = natural_range if self.score_range == "auto" else self.score_range
+        moving = update and self.training and self.use_memory
+        memory, moved = self._memory(pairs, score_range, moving)
+        loss = _loss(
+            pairs, memory, _prior_of("batch" if self.prior is None else self.prior, pairs), self.options
+        )
+        terms: LossDict = {"loss": {"losses": loss, "indices": None}}
+        if penalty is not None:
+            terms["semi_variance_loss"] = {"losses": self.w_var * penalty, "indices": None}
+        if moving:
+            # Last: nothing that raises may leave a memory that has moved.
+            self._commit(pairs.classes, memory, moved)
+        return terms
+
+    @torch.no_grad()
+    def _memory(self, pairs: _Pairs, score_range: ScoreRange, moving: bool) -> tuple[Tensor, Tensor]:
+        """v for each query [Q, V], after the step if `moving`, and whether its class has moved [Q] bool."""
+        scores = torch.where(pairs.used, pairs.scores.detach(), torch.inf)
+        first = torch.cumsum(pairs.count, 0) - pairs.count
+        phi = _interpolate(
+            _sort_segments(scores, pairs.query),
+            first,
+            pairs.n_positives,
+            self.memory_size,
+            self.grid,
+            score_range,
+        )
+        is_fresh = pairs.is_query & phi.isfinite().all(1)
+        if not self.use_memory:
+            return phi, is_fresh
+        rows = pairs.classes.clamp(min=0)
+        old = self.v.to(phi.dtype)[rows]
+        is_known = (self.visits[rows] > 0) | (self.v_init == "uniform")
+        current = torch.where(is_known[:, None], old, phi)
+        if not moving:
+            return current, torch.zeros_like(is_fresh)
+        target, moved = self._targets(pairs, scores, phi, is_fresh, score_range)
+        step = torch.ones_like(phi[:, :1]).masked_fill(is_known[:, None], self.beta)
+        return torch.where(moved[:, None], old + step * (target - old), current), moved
+
+    def _targets(
+        self, pairs: _Pairs, scores: Tensor, phi: Tensor, is_fresh: Tensor, score_range: ScoreRange
+    ) -> tuple[Tensor, Tensor]:
+        """What v of each query's class moves to [Q, V], and whether there is such a target [Q] bool."""
+        order = torch.argsort(pairs.classes, stable=True)
+        run, length = runs(pairs.classes[order])
+        place = torch.argsort(order)
+        chosen = is_fresh[order]
+        if self.update == "last":
+            seen = torch.cumsum(chosen, 0)
+            chosen = chosen & (seen == seen[torch.cumsum(length, 0)[run] - 1])
+        n_chosen = segment_sum(chosen.to(phi.dtype), length)
+        if self.update == "pool":
+            targets = self._pooled(pairs, scores, chosen[place], run[place], score_range)
+        else:
+            total = segment_sum(torch.where(chosen[:, None], phi[order], 0), length)
+            targets = total / n_chosen.clamp(min=1)[:, None]
+        return targets[run][place], (n_chosen > 0)[run][place]
+
+    def _pooled(
+        self, pairs: _Pairs, scores: Tensor, is_fresh: Tensor, run: Tensor, score_range: ScoreRange
+    ) -> Tensor:
+        """phi of all pairs of each run of queries of one class, as one list; [Q, V], a run a row."""
+        scores = torch.where(is_fresh[pairs.query], scores, torch.inf)
+        segment = run[pairs.query]
+        count = torch.zeros_like(pairs.count).index_add_(0, run, pairs.count)
+        n = torch.zeros_like(count).index_add_(0, run, torch.where(is_fresh, pairs.n_positives, 0))
+        return _interpolate(
+            _sort_segments(scores, segment),
+            torch.cumsum(count, 0) - count,
+            n,
+            self.memory_size,
+            self.grid,
+            score_range,
+        )
+
+    @torch.no_grad()
+    def _commit(self, classes: Tensor, memory: Tensor, moved: Tensor) -> None:
+        # Queries of one class write the same row, so the order of the writes does not matter.
+        rows = classes.clamp(min=0)
+        entries = torch.where(moved[:, None], memory.to(self.v.dtype), self.v[rows])
+        visits = self.visits[rows] + moved
+        self.v[rows] = entries
+        self.visits[rows] = visits
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "SOPRCLoss":
+        # model.half() must not round remembered scores: tau2 is below the spacing of half precision.
+        kept = {name: getattr(self, name) for name in ("v", "prior")}
+        super()._apply(fn, recurse)
+        for name, before in kept.items():
+            after = getattr(self, name)
+            if before is not None and after.dtype != upcast(after).dtype:
+                setattr(self, name, before.to(after.device))
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        # torch would copy the buffers that fit and leave a state that is half another's.
+        for name, buffer in self.named_buffers(recurse=False):
+            given = state_dict.get(prefix + name)
+            if given is not None and given.shape != buffer.shape:
+                error_msgs.append(
+                    f"{prefix}{name}: the state of a SOPRCLoss of another size, {list(given.shape)} for "
+                    f"{list(buffer.shape)} (num_classes={self.num_classes}, memory_size={self.memory_size}); "
+                    "nothing of it was loaded"
+                )
+        if not error_msgs:
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            )
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "authors": {
+        "v_init": "uniform",
+        "grid": "authors",
+        "update": "last",
+        "var_normalize": "selected",
+    },
+    "paper": {"tpr_offset": 0, "tpr_grad": True, "beta": 0.001},
+}
+
+
+def _class_prior(prior: Any, num_classes: int) -> Tensor | None:
+    """pi as [C] float32; None for "batch"."""
+    if isinstance(prior, str):
+        _check_choice("prior", prior, Literal["batch"])
+        return None
+    values = torch.as_tensor(prior).detach().to(torch.float32)
+    if values.shape not in ((), (num_classes,)):
+        raise ValueError(f"prior must be one number or have shape [{num_classes}], got {list(values.shape)}")
+    if not bool(((values > 0) & (values < 1)).all()):
+        outside = values[~((values > 0) & (values < 1))].flatten()
+        raise ValueError(f"prior must be above 0 and below 1, got {outside[0].item()}")
+    return values.expand(num_classes).clone()
+
+
+def _check_interpolation(size: Any, grid: Any, score_range: Any) -> None:
+    _check_count("memory_size", size)
+    _check_choice("grid", grid, Grid)
+    if score_range is not None:
+        if not isinstance(score_range, (tuple, list)) or len(score_range) != 2:
+            raise ValueError(f"score_range must be None or (smallest, largest), got {score_range!r}")
+        if not score_range[0] < score_range[1]:
+            raise ValueError(f"score_range is {score_range}: expected the smallest score first")
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} is {value}: expected at least 1")
+
+
+def _check_numbers(**options: Any) -> None:
+    for name, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+
+
+def _check_choice(name: str, value: Any, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise ValueError(f"{name} is {value!r}: expected one of {', '.join(map(str, get_args(choices)))}")
