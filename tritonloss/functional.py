@@ -3,13 +3,8 @@
 from tritonloss.losses.pnp import pnp_loss
 from tritonloss.losses.proxy_anchor import proxy_anchor_loss
 from tritonloss.losses.smoothap import smooth_ap_loss
-from tritonloss.losses.soprc import (
-    exact_prior,
-    interpolate_scores,
-    scaled_prior,
-    soprc_loss,
-    soprc_scores_loss,
-)
+from tritonloss.losses.soprc import soprc_loss, soprc_scores_loss
+from tritonloss.losses.soprc_pieces import exact_prior, interpolate_scores, scaled_prior
 
 __all__ = [
     "exact_prior",

@@ -157,9 +157,8 @@ def soprc_interpolation(
 
     if grid == "linear":
         return [u((j + 0.5) / size * (n + 1)) for j in range(size)]
-    place = {
-        "midpoint": lambda j: (j + 0.5) * n / size,
-        "left": lambda j: j * n / size,
-        "authors": lambda j: j / -(-size // n),
-    }[grid]
-    return [(u(place(j)) + u(place(j) + 1)) / 2 for j in range(size)]
+    step, first = {"midpoint": (n / size, 0.5), "left": (n / size, 0.0), "authors": (1 / -(-size // n), 0.0)}[
+        grid
+    ]
+    places = [(j + first) * step for j in range(size)]
+    return [(u(t) + u(t + 1)) / 2 for t in places]

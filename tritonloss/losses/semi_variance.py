@@ -1,7 +1,7 @@
 """The semi-variance of the scores: positives below their mean and negatives above theirs."""
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -134,7 +134,8 @@ class SemiVarianceRegularizer(nn.Module):
     def _weighted(self, squares: Tensor, selected: Tensor, n_pairs: Tensor) -> Tensor:
         n = (n_pairs if self.normalize == "count_all" else selected).clamp(min=1).to(squares.dtype)
         positive, negative = squares / n
-        return self.weights[0] * positive + self.weights[1] * negative
+        penalty: Tensor = self.weights[0] * positive + self.weights[1] * negative
+        return penalty
 
     def extra_repr(self) -> str:
         return f"weights={self.weights}, normalize={self.normalize!r}, detach_mean={self.detach_mean}"
@@ -159,9 +160,7 @@ def is_embeddings(inputs: Tensor, labels: Tensor | None) -> bool:
     return labels is not None and labels.ndim == 1 and inputs.ndim == 2
 
 
-def score_matrix(
-    scores: Tensor, targets: Tensor | None, positives: Tensor | None, negatives: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def score_matrix(scores: Any, targets: Any, positives: Any, negatives: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Scores [Q, N] in float32 or float64, positives and negatives [Q, N] bool, of any of the forms with scores."""
     if not isinstance(scores, Tensor) or not scores.is_floating_point():
         raise TypeError(f"scores must be a floating tensor, got {getattr(scores, 'dtype', type(scores))}")
@@ -184,9 +183,7 @@ def score_matrix(
     return upcast(scores).T, is_positive.T, ~is_positive.T
 
 
-def _masked_matrix(
-    scores: Tensor, positives: Tensor | None, negatives: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _masked_matrix(scores: Tensor, positives: Any, negatives: Any) -> tuple[Tensor, Tensor, Tensor]:
     if positives is None or negatives is None:
         raise ValueError("expected labels, or both masks positives and negatives")
     if scores.ndim != 2:

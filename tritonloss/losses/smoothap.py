@@ -1,7 +1,6 @@
 """SmoothAP: average precision with every step of a rank replaced by a sigmoid."""
 
 from collections.abc import Callable
-from numbers import Real
 from typing import Any, get_args
 
 from torch import Tensor
@@ -142,7 +141,7 @@ class SmoothAPLoss(PerQueryLoss):
 
 
 def check_temperature(temperature: Any) -> None:
-    if not isinstance(temperature, Real):
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
         raise TypeError(f"temperature must be a number, got {type(temperature).__name__}")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}: expected a number above 0")

@@ -81,7 +81,8 @@ class BlockPlan:
     """
 
     def __init__(self, start: Tensor, count: Tensor, block_rows: int, width: int | None = None) -> None:
-        self.start, self.count, self.block_rows = start, count, block_rows
+        # Kernels read both with a stride of one element.
+        self.start, self.count, self.block_rows = start.contiguous(), count.contiguous(), block_rows
         self.offset = torch.cumsum(count, 0) - count
         n_blocks = -(-len(count) // block_rows)
         if width is not None:

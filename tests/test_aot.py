@@ -1,0 +1,44 @@
+"""Every kernel in every launch configuration, compiled for GPUs that need not be here."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[1]
+# A kernel that was decorated under the interpreter cannot be compiled.
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+
+
+def run(*arguments: str) -> str:
+    command = [sys.executable, "-m", *arguments]
+    result = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"])
+def test_builds_without_spills_or_fences(arch: str) -> None:
+    builds = [json.loads(line) for line in run("bench.aot", "--arch", arch).splitlines()]
+    assert {build["kernel"] for build in builds} >= {"soft_rank_forward", "soft_rank_backward"}
+    assert [build for build in builds if build["spills"]] == []
+    assert [build for build in builds if build["fences"] and build["kernel"].startswith("soft_rank")] == []
+    assert all(build["int64_rows"] for build in builds)
+    assert max(build["threads"] for build in builds) <= 1024
+
+
+def test_inner_loop_stays_within_its_budget() -> None:
+    program = "import json, bench.sass; print(json.dumps(bench.sass.forward_loop()._asdict()))"
+    command = [sys.executable, "-c", program]
+    output = subprocess.run(
+        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=True
+    ).stdout
+    loop = json.loads(output)
+    assert 1 < loop["mufu"] <= 2  # below 1 the script has counted another loop
+    assert 5 < loop["instructions"] <= 10
+    assert loop["spills"] == 0
+    assert loop["fences"] == 0

@@ -1,0 +1,367 @@
+"""The pieces of SOPRC: phi, priors, the pairs of a call and the loss for a given memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from tritonloss import reference
+from tritonloss.backends import selected_backend
+from tritonloss.layout import ClassLayout, segment_sum
+from tritonloss.losses.base import fraction, mean_of_queries, unit_rows
+from tritonloss.ops import class_labels, memory_rank, soft_rank, soft_rank_scores
+from tritonloss.types import upcast
+
+Grid: TypeAlias = Literal["midpoint", "left", "authors", "linear"]
+MemoryUpdate: TypeAlias = Literal["mean", "last", "pool"]
+MemoryInit: TypeAlias = Literal["first", "uniform"]
+Average: TypeAlias = Literal["macro", "micro"]
+ScoreRange: TypeAlias = tuple[float, float] | None
+Prior: TypeAlias = float | Sequence[float] | Tensor | Literal["batch"]
+
+
+def interpolate_scores(
+    scores: Tensor, size: int, *, grid: Grid = "midpoint", score_range: ScoreRange = None
+) -> Tensor:
+    """phi: spread a list of scores over `size` quantiles, so that lists of any length can be averaged.
+
+    With s_1 <= ... <= s_n the sorted scores, s_0 = 2 s_1 - s_2 and s_(n+1) = 2 s_n - s_(n-1), both kept within
+    `score_range`, and u the polygon through (k, s_k), entry j = 0 .. size - 1 is
+
+    | grid | entry |
+    |---|---|
+    | "midpoint" | (u(t) + u(t + 1)) / 2 at t = (j + 1/2) n / size |
+    | "left" | the same at t = j n / size |
+    | "authors" | the same at t = j / ceil(size / n): the authors' code; the top is left out unless n divides size |
+    | "linear" | u(t) at t = (j + 1/2) (n + 1) / size: plain linear interpolation, as Proposition 3 assumes |
+
+    The first three are a moving average of two neighbours: they smooth the list, and shrink its tails where n is small.
+
+    Args:
+        scores: [..., n] floating, n >= 1, in any order. No gradient passes.
+        size: number of entries, >= 1.
+        grid: see the table.
+        score_range: the smallest and the largest score there can be; None for no limit.
+
+    Returns:
+        [..., size], ascending up to the rounding of its dtype.
+
+    Source: Wen et al., NeurIPS 2022 (arXiv 2209.13262), Algorithm 2, read so that it agrees with the authors' code.
+    """
+    check_interpolation(size, grid, score_range)
+    if not scores.shape[-1:] or scores.shape[-1] < 1:
+        raise ValueError(f"scores must have shape [..., n] with n of at least 1, got {list(scores.shape)}")
+    lists = upcast(scores.detach()).flatten(0, -2) if scores.ndim > 1 else upcast(scores.detach())[None]
+    n = torch.full((lists.shape[0],), lists.shape[1], dtype=torch.int64, device=scores.device)
+    entries = interpolate_segments(
+        lists.sort(1).values.flatten(), torch.cumsum(n, 0) - n, n, size, grid, score_range
+    )
+    return entries.reshape(*scores.shape[:-1], size)
+
+
+def exact_prior(class_counts: Sequence[int] | Tensor, *, retrieval: bool = True) -> Tensor:
+    """The share of positives among the candidates of a query of each class [C], float32.
+
+    class_counts: [C], how many examples of each class the data set has, >= 1. retrieval: the query is an example
+    itself, (n_c - 1) / (N - 1), at least 1 / (N - 1); without it n_c / N. Eq. 1's pi.
+    """
+    counts = torch.as_tensor(class_counts).to(torch.float64)
+    if retrieval:
+        return ((counts - 1).clamp(min=1) / (counts.sum() - 1)).float()
+    return (counts / counts.sum()).float()
+
+
+def scaled_prior(class_counts: Sequence[int] | Tensor, *, prior_max: float = 0.1) -> Tensor:
+    """prior_max n_c / max n [C], float32: the authors' prior, whose scale acts as a temperature and must be tuned.
+
+    class_counts: [C], how many examples of each class the data set has. The authors' prior_max is 0.1 for iNaturalist
+    and VehicleID and 0.01 for SOP.
+    """
+    counts = torch.as_tensor(class_counts).to(torch.float64)
+    return (prior_max * counts / counts.max()).float()
+
+
+@dataclass(frozen=True)
+class Options:
+    """What turns sums into the loss; see `SOPRCLoss`."""
+
+    tau1: float
+    tau2: float
+    tpr_offset: float
+    tpr_grad: bool
+    average: Average
+
+    def __post_init__(self) -> None:
+        check_numbers(tau1=self.tau1, tau2=self.tau2, tpr_offset=self.tpr_offset)
+        for name, value in (("tau1", self.tau1), ("tau2", self.tau2)):
+            if not value > 0:
+                raise ValueError(f"{name} is {value}: expected a number above 0")
+        if not self.tpr_offset >= 0:
+            raise ValueError(f"tpr_offset is {self.tpr_offset}: expected at least 0")
+        check_choice("average", self.average, Average)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The pairs (query, positive) of a call, those of query 0 first.
+
+    scores, query, used: [M], the score h, the index of the query, and whether it is a pair (a query with itself, and
+    the padding of a bounded layout, are none). ranks: [M], the sum of l_1 over the negatives of the query; None under
+    the reference, which reads `matrix`: the scores, the positives and the negatives [Q, N] themselves.
+    count, n_positives, n_negatives, classes: [Q]; count includes what is not used.
+    """
+
+    scores: Tensor
+    ranks: Tensor | None
+    query: Tensor
+    used: Tensor
+    count: Tensor
+    n_positives: Tensor
+    n_negatives: Tensor
+    classes: Tensor
+    matrix: tuple[Tensor, Tensor, Tensor] | None = None
+
+    @property
+    def is_query(self) -> Tensor:
+        """[Q] bool: whether the query has a positive, a negative and a class."""
+        return (self.n_positives > 0) & (self.n_negatives > 0) & (self.classes >= 0)
+
+
+def query_of_pairs(count: Tensor, n_pairs: int) -> Tensor:
+    pair = torch.arange(n_pairs, device=count.device)
+    return torch.searchsorted(torch.cumsum(count, 0), pair, right=True).clamp(max=count.shape[0] - 1)
+
+
+def pairs_of_embeddings(
+    embeddings: Tensor,
+    classes: Tensor,
+    tau1: float,
+    max_class_size: int | None,
+    memory_budget: int | None,
+) -> Pairs:
+    if selected_backend() == "reference":
+        return dense_pairs(*reference.similarity(upcast(embeddings), classes), classes)
+    layout = ClassLayout.from_labels(classes)
+    rows = layout.sort(unit_rows(embeddings))
+    return pairs_of_sorted_rows(rows, classes[layout.order], layout, tau1, max_class_size, memory_budget)
+
+
+def pairs_of_sorted_rows(
+    rows: Tensor,
+    classes: Tensor,
+    layout: ClassLayout,
+    tau1: float,
+    max_class_size: int | None,
+    memory_budget: int | None,
+) -> Pairs:
+    count = layout.query_count
+    ranks, scores, _ = soft_rank(
+        rows,
+        rows,
+        layout.start,
+        count,
+        surrogate="one_side_huber",
+        temperature=tau1,
+        max_class_size=max_class_size,
+        memory_budget=memory_budget,
+    )
+    query = query_of_pairs(count, scores.shape[0])
+    slot = torch.arange(scores.shape[0], device=query.device) - (torch.cumsum(count, 0) - count)[query]
+    # soft_rank counts a query among its positives: that pair is dropped here.
+    used = (slot < count[query]) & (layout.start[query] + slot != query)
+    n_positives = (count - 1).clamp(min=0)
+    return Pairs(scores, ranks, query, used, count, n_positives, rows.shape[0] - layout.count, classes)
+
+
+def pairs_of_scores(
+    scores: Tensor,
+    positives: Tensor,
+    negatives: Tensor,
+    classes: Tensor,
+    tau1: float,
+    memory_budget: int | None,
+) -> Pairs:
+    if selected_backend() == "reference":
+        return dense_pairs(scores, positives, negatives, classes)
+    ranks, positive_scores, _ = soft_rank_scores(
+        scores,
+        positives,
+        negatives,
+        surrogate="one_side_huber",
+        temperature=tau1,
+        memory_budget=memory_budget,
+    )
+    count = positives.sum(1)
+    query = query_of_pairs(count, positive_scores.shape[0])
+    used = torch.ones_like(query, dtype=torch.bool)
+    return Pairs(positive_scores, ranks, query, used, count, count, negatives.sum(1), classes)
+
+
+def dense_pairs(scores: Tensor, positives: Tensor, negatives: Tensor, classes: Tensor) -> Pairs:
+    count = positives.sum(1)
+    query = positives.nonzero()[:, 0]
+    used = torch.ones_like(query, dtype=torch.bool)
+    matrix = (scores, positives, negatives)
+    return Pairs(scores[positives], None, query, used, count, count, negatives.sum(1), classes, matrix)
+
+
+def loss_of_pairs(pairs: Pairs, memory: Tensor, prior: Tensor, options: Options) -> Tensor:
+    """The scalar loss. memory: [Q, V]. prior: [Q]. Both constant."""
+    losses = torch.where(pairs.used, pair_losses(pairs, memory, prior, options), 0)
+    is_query = pairs.is_query
+    if options.average == "micro":
+        n_pairs = torch.where(is_query, pairs.n_positives, 0).sum()
+        return torch.where(is_query[pairs.query], losses, 0).sum() / n_pairs.clamp(min=1).to(losses.dtype)
+    per_query = segment_sum(losses, pairs.count) / pairs.n_positives.clamp(min=1).to(losses.dtype)
+    return mean_of_queries(torch.where(is_query, per_query, 0), is_query)
+
+
+def pair_losses(pairs: Pairs, memory: Tensor, prior: Tensor, options: Options) -> Tensor:
+    """sigma((1 - pi) / pi * FPR / TPR) of each pair [M], as one fraction that no pi and no TPR can overflow."""
+    if pairs.ranks is None:
+        assert pairs.matrix is not None
+        losses = reference.soprc(
+            *pairs.matrix,
+            memory,
+            prior,
+            tau1=options.tau1,
+            tau2=options.tau2,
+            tpr_offset=options.tpr_offset,
+            tpr_grad=options.tpr_grad,
+        )
+        return losses[pairs.matrix[1]]
+    fpr = pairs.ranks / pairs.n_negatives.clamp(min=1).to(pairs.ranks.dtype)[pairs.query]
+    anchors = pairs.scores if options.tpr_grad else pairs.scores.detach()
+    above = memory_rank(anchors, memory, pairs.query, temperature=options.tau2)
+    tpr = (options.tpr_offset + above) / (options.tpr_offset + memory.shape[1])
+    pi = prior[pairs.query]
+    return fraction((1 - pi) * fpr, pi * tpr)
+
+
+def memory_of_queries(memory: Tensor, pairs: Pairs) -> Tensor:
+    """The memory of each query's class [Q, V], constant."""
+    if memory.ndim != 2 or memory.shape[1] < 1:
+        raise ValueError(f"memory must have shape [C, V] with V of at least 1, got {list(memory.shape)}")
+    return memory.detach().to(pairs.scores.dtype)[pairs.classes.clamp(min=0)]
+
+
+def prior_of_queries(prior: Prior, pairs: Pairs) -> Tensor:
+    """pi of each query [Q], constant."""
+    dtype = pairs.scores.dtype
+    if isinstance(prior, str):
+        check_choice("prior", prior, Literal["batch"])
+        total = (pairs.n_positives + pairs.n_negatives).clamp(min=1)
+        return pairs.n_positives.to(dtype) / total.to(dtype)
+    values = torch.as_tensor(prior, dtype=dtype, device=pairs.scores.device).detach()
+    return values.expand(pairs.classes.shape) if values.ndim == 0 else values[pairs.classes.clamp(min=0)]
+
+
+def classes_of_queries(classes: Any, scores: Tensor, num_classes: int) -> Tensor:
+    """The class of each query [Q]; -1 never, as a class out of range raises."""
+    n_queries = scores.shape[0]
+    if classes is not None:
+        if not isinstance(classes, Tensor) or classes.is_floating_point():
+            raise TypeError(
+                f"classes must be an integer tensor, got {getattr(classes, 'dtype', type(classes))}"
+            )
+        if classes.shape != (n_queries,) or classes.device != scores.device:
+            raise ValueError(
+                f"classes must have shape [{n_queries}] on {scores.device}, one a row of scores, "
+                f"got {list(classes.shape)} on {classes.device}"
+            )
+        return class_labels(classes, num_classes)
+    if num_classes == 1:
+        return torch.zeros(n_queries, dtype=torch.int64, device=scores.device)
+    if n_queries != num_classes:
+        raise ValueError(f"classes are required: there are {n_queries} queries and {num_classes} classes")
+    return torch.arange(n_queries, device=scores.device)
+
+
+def sort_segments(values: Tensor, segment: Tensor) -> Tensor:
+    """values [M] sorted by their segment [M], ascending within each."""
+    values, order = torch.sort(values)
+    return values[torch.sort(segment[order], stable=True).indices]
+
+
+def interpolate_segments(
+    values: Tensor, first: Tensor, n: Tensor, size: int, grid: Grid, score_range: ScoreRange
+) -> Tensor:
+    """phi of S lists [S, size]: list k is values[first[k]] .. values[first[k] + n[k] - 1], ascending.
+
+    An empty list gives numbers without meaning.
+    """
+    values = torch.cat([values, values.new_zeros(1)])
+    n = n.clamp(min=1)[:, None]
+    place = torch.arange(size, device=values.device)
+    # Exact integers: where an interval of the polygon begins must not depend on rounding.
+    numerator, denominator = {
+        "midpoint": ((2 * place + 1) * n, 2 * size * torch.ones_like(n)),
+        "left": (place * n, size * torch.ones_like(n)),
+        "authors": (place.expand(n.shape[0], size), (size + n - 1) // n),
+        "linear": ((2 * place + 1) * (n + 1), 2 * size * torch.ones_like(n)),
+    }[grid]
+    knot = numerator // denominator
+    weight = (numerator - knot * denominator).to(values.dtype) / denominator.to(values.dtype)
+
+    def at(index: Tensor) -> Tensor:
+        return values[(first[:, None] + index.clamp(min=1).minimum(n) - 1).clamp(max=values.shape[0] - 1)]
+
+    one = torch.ones_like(n)
+    low, high = 2 * at(one) - at(2 * one), 2 * at(n) - at(n - 1)
+    if score_range is not None:
+        # Never past the list itself: a score may lie outside the range by its rounding.
+        low = low.clamp(min=score_range[0]).minimum(at(one))
+        high = high.clamp(max=score_range[1]).maximum(at(n))
+
+    def polygon(index: Tensor) -> Tensor:
+        return torch.where(index < 1, low, torch.where(index > n, high, at(index)))
+
+    if grid == "linear":
+        return torch.lerp(polygon(knot), polygon(knot + 1), weight)
+    left, middle, right = polygon(knot), polygon(knot + 1), polygon(knot + 2)
+    return ((1 - weight) * left + middle + weight * right) / 2
+
+
+def class_prior(prior: Any, num_classes: int) -> Tensor | None:
+    """pi as [C] float32; None for "batch"."""
+    if isinstance(prior, str):
+        check_choice("prior", prior, Literal["batch"])
+        return None
+    values = torch.as_tensor(prior).detach().to(torch.float32)
+    if values.shape not in ((), (num_classes,)):
+        raise ValueError(f"prior must be one number or have shape [{num_classes}], got {list(values.shape)}")
+    if not bool(((values > 0) & (values < 1)).all()):
+        outside = values[~((values > 0) & (values < 1))].flatten()
+        raise ValueError(f"prior must be above 0 and below 1, got {outside[0].item()}")
+    return values.expand(num_classes).clone()
+
+
+def check_interpolation(size: Any, grid: Any, score_range: Any) -> None:
+    check_count("memory_size", size)
+    check_choice("grid", grid, Grid)
+    if score_range is not None:
+        if not isinstance(score_range, (tuple, list)) or len(score_range) != 2:
+            raise ValueError(f"score_range must be None or (smallest, largest), got {score_range!r}")
+        if not score_range[0] < score_range[1]:
+            raise ValueError(f"score_range is {score_range}: expected the smallest score first")
+
+
+def check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} is {value}: expected at least 1")
+
+
+def check_numbers(**options: Any) -> None:
+    for name, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+
+
+def check_choice(name: str, value: Any, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise ValueError(f"{name} is {value!r}: expected one of {', '.join(map(str, get_args(choices)))}")
