@@ -5,6 +5,7 @@ multiplied in int64. TRITON_INTERPRET must be unset: a kernel decorated under th
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -72,7 +73,9 @@ def builds(arch: str, kernel: str) -> Iterator[Build]:
     for dtype, block_p in itertools.product(ITEMSIZE, tiles):
         for config in tuning.configurations(kernel, block_p, ITEMSIZE[dtype]):
             for values in itertools.product(*options.values()):
-                yield make_build(kernel, arch, dtype, block_p, config, dict(zip(options, values)))
+                yield make_build(
+                    kernel, arch, dtype, block_p, config, dict(zip(options, values, strict=True))
+                )
 
 
 def default_build(kernel: str, arch: str, block_p: int = 4) -> Build:
@@ -180,23 +183,13 @@ def rows_in_int64(ttir: str) -> bool:
     return bool(products) and all(re.search(r": (tensor<[\dx]+x)?i64", product) for product in products)
 
 
-def cubin(kernel: Any) -> "_TemporaryFile":
-    return _TemporaryFile(kernel.asm["cubin"])
-
-
-class _TemporaryFile:
-    """The path of a file with this content, as long as the `with` block lasts."""
-
-    def __init__(self, content: bytes) -> None:
-        self._file = tempfile.NamedTemporaryFile(suffix=".cubin")
-        self._file.write(content)
-        self._file.flush()
-
-    def __enter__(self) -> str:
-        return self._file.name
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
+@contextlib.contextmanager
+def cubin(kernel: Any) -> Iterator[str]:
+    """The path of a file with the machine code, as long as the `with` block lasts."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        yield file.name
 
 
 def tool(name: str, *arguments: str) -> str:

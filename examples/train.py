@@ -25,7 +25,7 @@ from tritonloss.types import PNPVariant
 
 EMBEDDING_SIZE = 128
 LEARNING_RATE = 0.01
-CHECKPOINTS = 6
+EVALUATE_EVERY = 40
 
 # A loss may have parameters, as proxies are: the optimizer gets them too.
 LOSSES: dict[str, Callable[[argparse.Namespace, int, int], nn.Module]] = {
@@ -50,7 +50,7 @@ def arguments() -> argparse.Namespace:
     add("--temperature", type=float, default=0.05, help="of the sigmoid that counts, in units of the cosine")
     add("--batch-size", type=int, default=256, help="images in a batch")
     add("--images-per-class", type=int, default=8, help="images of each class in a batch")
-    add("--steps", type=int, default=300, help="batches to train on")
+    add("--steps", type=int, default=200, help="batches to train on")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
     add("--seed", type=int, default=0, help="of the weights, the batches and the distortions")
     add("--output", type=Path, default=Path("build/train.png"), help="the picture to write")
@@ -109,7 +109,6 @@ def main() -> None:
     raw = retrieval(unseen.images, unseen.labels)
     scores, values, seconds = {0: evaluate()}, [], []
     print(f"raw pixels         {raw}\nuntrained network  {scores[0]}")
-    checkpoints = {round(args.steps * i / CHECKPOINTS) for i in range(1, CHECKPOINTS + 1)}
     bar = tqdm(range(1, args.steps + 1), desc=args.loss, unit="step")
     for step in bar:
         start = time.perf_counter()
@@ -121,7 +120,7 @@ def main() -> None:
         schedule.step()
         values.append(loss.item())  # waits for the device
         seconds.append(time.perf_counter() - start)
-        if step in checkpoints:
+        if step % EVALUATE_EVERY == 0 or step == args.steps:
             scores[step] = evaluate()
         bar.set_postfix(loss=f"{values[-1]:.3f}", mAP=f"{scores[max(scores)].mean_average_precision:.3f}")
 

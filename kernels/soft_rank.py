@@ -11,7 +11,7 @@ positive_slopes [M]. Without it, these arguments are not read.
 import triton
 import triton.language as tl
 
-from .surrogates import scaled, surrogate
+from .surrogates import scaled, scaled_difference, surrogate
 
 ROW_STRIDE_UNIT = tl.constexpr(16)
 # Columns of a tile of positives against positives: classes are far smaller than rows.
@@ -23,6 +23,12 @@ def row_pointer(matrix, row, stride_units):
     # int64 before the stride: rows * stride passes 2^31. The constant factor lets loads be vectorised for every
     # n_keys without a specialised build.
     return matrix + row.to(tl.int64) * stride_units * ROW_STRIDE_UNIT
+
+
+@triton.jit
+def outside(n, first, size):
+    # n < first or n >= first + size in one comparison: below `first` the difference wraps round to a large number.
+    return (n - first).to(tl.uint32, bitcast=True) >= size.to(tl.uint32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["stride_units", "n_keys", "n_bucket", "p_bucket"])
@@ -49,22 +55,33 @@ def soft_rank_forward(
 ):
     """ranks[i] = sum_j g(s_j - s_i), slopes[i] = sum_j g'(s_j - s_i) over the negatives j, positives[i] = s_i."""
     row = tl.program_id(0)
-    n_positives = tl.load(count + row)
+    n_positives = tl.load(count + row).to(tl.int32)
     p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
     if tl.program_id(1) * BLOCK_P >= n_positives:
         return
-    first = tl.load(start + row)
-    last = first + n_positives
+    first = tl.load(start + row).to(tl.int32)
     row_scores = row_pointer(scores, row, stride_units)
     positive = tl.load(row_scores + first + p, mask=p < n_positives, other=0.0)
     threshold = scaled(positive, SURROGATE)[:, None]
     rank = tl.zeros([BLOCK_P, BLOCK_N], dtype=scores.dtype.element_ty)
     slope = tl.zeros([BLOCK_P, BLOCK_N], dtype=scores.dtype.element_ty)
-    for begin in range(0, n_keys, BLOCK_N):
+    # Whole tiles need no look at the end of the row.
+    whole = n_keys - n_keys % BLOCK_N
+    for begin in range(0, whole, BLOCK_N):
         n = begin + tl.arange(0, BLOCK_N)
-        is_negative = (n < n_keys) & ((n < first) | (n >= last))
+        is_negative = outside(n, first, n_positives)
         negative = tl.load(row_scores + n, mask=is_negative, other=-float("inf"))
-        value, derivative = surrogate(scaled(negative, SURROGATE)[None, :] - threshold, SURROGATE, FAST_MATH)
+        difference = scaled_difference(negative[None, :], threshold, SURROGATE)
+        value, derivative = surrogate(difference, SURROGATE, FAST_MATH)
+        rank += value
+        if WITH_SLOPES:
+            slope += derivative
+    if whole < n_keys:
+        n = whole + tl.arange(0, BLOCK_N)
+        is_negative = (n < n_keys) & outside(n, first, n_positives)
+        negative = tl.load(row_scores + n, mask=is_negative, other=-float("inf"))
+        difference = scaled_difference(negative[None, :], threshold, SURROGATE)
+        value, derivative = surrogate(difference, SURROGATE, FAST_MATH)
         rank += value
         if WITH_SLOPES:
             slope += derivative
@@ -120,8 +137,8 @@ def soft_rank_backward(
     A pure map: no reduction across programs, every element written once.
     """
     row = tl.program_id(0)
-    n_positives = tl.load(count + row)
-    first = tl.load(start + row)
+    n_positives = tl.load(count + row).to(tl.int32)
+    first = tl.load(start + row).to(tl.int32)
     pairs = tl.load(offset + row)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     negative = tl.load(row_pointer(scores, row, stride_units) + n, mask=n < n_keys, other=-float("inf"))

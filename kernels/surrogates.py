@@ -30,6 +30,16 @@ def scaled(score, SURROGATE: tl.constexpr):
 
 
 @triton.jit
+def scaled_difference(score, threshold, SURROGATE: tl.constexpr):
+    """scaled(score) - threshold, for a threshold that is scaled: one instruction a pair."""
+    score, threshold = tl.broadcast(score, threshold)
+    if SURROGATE == "sigmoid":
+        return tl.fma(score, 1.4426950408889634, -threshold)
+    else:
+        return score - threshold
+
+
+@triton.jit
 def sigmoid(difference, FAST_MATH: tl.constexpr):
     # The exponent is never positive: nothing overflows, both tails keep full relative accuracy, -inf gives 0.
     decay = tl.exp2(-tl.abs(difference))

@@ -10,14 +10,27 @@ from torch import Tensor
 from tritonloss.layout import Positives
 
 
-def _surrogate(difference: Tensor, surrogate: str, with_slope: bool = True) -> tuple[Tensor, Tensor | None]:
-    """g and g' of the difference, whose memory is overwritten. -inf gives (0, 0)."""
+def _surrogate(difference: Tensor, surrogate: str, slope: Tensor | None = None) -> Tensor:
+    """g of the difference, in its memory; g' in the memory of `slope`, if given. -inf gives 0 for both."""
     if surrogate == "sigmoid":
         value = difference.sigmoid_()
-        return value, torch.addcmul(value, value, value, value=-1) if with_slope else None
-    rise = (difference + 1).clamp_(0, 1)
-    value = rise.square().add_(difference.clamp_(min=0), alpha=2)
-    return value, rise.mul_(2) if with_slope else None
+        if slope is not None:
+            torch.addcmul(value, value, value, value=-1, out=slope)
+        return value
+    lifted = difference.add_(1).clamp_(min=0)
+    rise = torch.clamp(lifted, max=1, out=slope)
+    # rise (2 lifted - rise): the parabola while both are equal, the line 2 lifted - 1 above 1.
+    value = torch.lerp(rise, lifted, 2, out=lifted).mul_(rise)
+    rise.mul_(2)
+    return value
+
+
+def _surrogate_slope(difference: Tensor, surrogate: str) -> Tensor:
+    """g' of the difference, in its memory."""
+    if surrogate == "sigmoid":
+        value = difference.sigmoid_()
+        return value.addcmul_(value, value, value=-1)
+    return difference.add_(1).clamp_(0, 1).mul_(2)
 
 
 class _Rectangle:
@@ -77,12 +90,12 @@ def _sums_over_columns(
     """The sums of g and of g' over the columns of each row, [rows, width] each; `skip`: without column p for p."""
     rank, slope = torch.empty_like(positive), torch.empty_like(positive)
     difference = torch.empty_like(columns)
+    derivative = torch.empty_like(columns) if with_slope else None
     for p in range(positive.shape[1]):
         torch.sub(columns, positive[:, p : p + 1], out=difference)
         if skip:
             difference[:, p] = -torch.inf
-        value, derivative = _surrogate(difference, surrogate, with_slope)
-        torch.sum(value, 1, out=rank[:, p])
+        torch.sum(_surrogate(difference, surrogate, derivative), 1, out=rank[:, p])
         if derivative is not None:
             torch.sum(derivative, 1, out=slope[:, p])
     return rank, slope
@@ -126,9 +139,7 @@ def _add_weighted_slopes(
         torch.sub(columns, positive[:, p : p + 1], out=difference)
         if skip:
             difference[:, p] = -torch.inf
-        _, derivative = _surrogate(difference, surrogate)
-        assert derivative is not None
-        total.addcmul_(derivative, weight[:, p : p + 1])
+        total.addcmul_(_surrogate_slope(difference, surrogate), weight[:, p : p + 1])
 
 
 def _own_columns(labels: Tensor, first_class: int, rows: int) -> tuple[Tensor, Tensor]:
