@@ -12,9 +12,6 @@ ENVIRONMENT_VARIABLE = "TRITONLOSS_AUTOTUNE"
 # Sums are kept for every pair of a tile until the end of a row: more bytes of scores a thread than this (32 pairs in
 # float32) spill registers.
 MAX_BYTES_PER_THREAD = 128
-# ptxas gives a float64 kernel fewer registers than it has and spills a few bytes, to win an occupancy step, unless a
-# limit is stated.
-MAX_REGISTERS = 255
 LANES = 32
 # What a kernel is tuned for, of those it takes.
 KEYS = ("n_bucket", "p_bucket", "SURROGATE")
@@ -58,12 +55,12 @@ def positives_per_tile(width: int) -> int:
     return min(bucket(width), 8)
 
 
-def fits_registers(config: dict[str, int], block_p: int, itemsize: int = 4) -> bool:
+def fits_registers(config: dict[str, int], block_p: int, itemsize: int) -> bool:
     return config["BLOCK_N"] * block_p * itemsize <= MAX_BYTES_PER_THREAD * LANES * config["num_warps"]
 
 
 def configurations(kernel: str, block_p: int = 1, itemsize: int = 4) -> list[dict[str, int]]:
-    """The configurations of a kernel that do not spill with `block_p` positives a tile; one for float64, untuned."""
+    """The configurations of a kernel that do not spill with `block_p` positives a tile; a single one for float64."""
     fitting = [config for config in CONFIGS[kernel] if fits_registers(config, block_p, itemsize)]
     return fitting[:1] if itemsize > 4 else fitting
 
@@ -76,8 +73,9 @@ def autotuner(triton: Any, kernel: Any, name: str, do_bench: Callable[..., Any] 
     """`kernel` under triton.autotune: keyed by the buckets and the tile, remembered on disk where Triton can."""
 
     def prune(configs: Iterable[Any], arguments: dict[str, Any], **kwargs: Any) -> list[Any]:
-        block_p = {**arguments, **kwargs}.get("BLOCK_P", 1)
-        return [c for c in configs if fits_registers({**c.kwargs, "num_warps": c.num_warps}, block_p)]
+        given = {**arguments, **kwargs}
+        kept = configurations(name, given.get("BLOCK_P", 1), given["scores"].element_size())
+        return [config for config in configs if {**config.kwargs, "num_warps": config.num_warps} in kept]
 
     configs = [
         triton.Config({"BLOCK_N": config["BLOCK_N"]}, num_warps=config["num_warps"])

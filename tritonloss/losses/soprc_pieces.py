@@ -303,7 +303,7 @@ def interpolate_segments(
         "authors": (place.expand(n.shape[0], size), (size + n - 1) // n),
         "linear": ((2 * place + 1) * (n + 1), 2 * size * torch.ones_like(n)),
     }[grid]
-    knot = numerator // denominator
+    knot = torch.div(numerator, denominator, rounding_mode="trunc")
     weight = (numerator - knot * denominator).to(values.dtype) / denominator.to(values.dtype)
 
     def at(index: Tensor) -> Tensor:

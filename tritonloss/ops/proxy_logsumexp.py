@@ -270,13 +270,17 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.save_for_backward(embeddings, proxies, classes, offsets, *output)
     ctx.options = alpha, normalize, budget, backend
     ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)  # a gradient of zeros for the similarity would be as large as it
 
 
-def _backward(ctx: Any, grad_positive: Tensor, grad_negative: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _backward(
+    ctx: Any, grad_positive: Tensor | None, grad_negative: Tensor | None, _: Any
+) -> tuple[Tensor | None, ...]:
     need_embeddings, need_proxies = ctx.needs_input_grad[:2]
+    positive, negative = ctx.saved_tensors[4:6]
     grad_embeddings, grad_proxies = _proxy_logsumexp_backward(
-        grad_positive.contiguous(),
-        grad_negative.contiguous(),
+        torch.zeros_like(positive) if grad_positive is None else grad_positive.contiguous(),
+        torch.zeros_like(negative) if grad_negative is None else grad_negative.contiguous(),
         *ctx.saved_tensors,
         *ctx.options,
         need_embeddings,

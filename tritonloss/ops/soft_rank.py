@@ -136,10 +136,9 @@ def _soft_rank(
     similarity = kept[:, : keys.shape[0]]
     scratch = empty_scores(0 if keep else plan.block_rows, keys.shape[0], queries)
     module = backend_module(backend, queries.device)
-    scaled = queries / temperature
     for rows, positives in plan:
         scores = similarity[rows] if keep else scratch[: len(positives.count)]
-        torch.mm(scaled[rows], keys.T, out=scores)
+        torch.mm(queries[rows] / temperature, keys.T, out=scores)
         module.soft_rank_forward(
             scores,
             positives,
@@ -216,12 +215,11 @@ def _soft_rank_backward(
     scratch = empty_scores(0 if is_kept else plan.block_rows, keys.shape[0], queries)
     scratch_grad = empty_scores(plan.block_rows, keys.shape[0], queries)
     module = backend_module(backend, queries.device)
-    scaled = queries / temperature
     for rows, positives in plan:
         grad = scratch_grad[: len(positives.count)]
         scores = similarity[rows] if is_kept else scratch[: len(positives.count)]
         if not is_kept:
-            torch.mm(scaled[rows], keys.T, out=scores)
+            torch.mm(queries[rows] / temperature, keys.T, out=scores)
         module.soft_rank_backward(
             scores,
             positives,
@@ -237,7 +235,7 @@ def _soft_rank_backward(
         if need_queries:
             torch.mm(grad, keys, out=grad_queries[rows])
         if need_keys:
-            grad_keys.addmm_(grad.T, scaled[rows])
+            grad_keys.addmm_(grad.T, queries[rows] / temperature)
     return grad_queries.div_(temperature), grad_keys
 
 
