@@ -31,12 +31,8 @@ def scaled(score, SURROGATE: tl.constexpr):
 
 @triton.jit
 def scaled_difference(score, threshold, SURROGATE: tl.constexpr):
-    """scaled(score) - threshold, for a threshold that is scaled: one instruction a pair."""
-    score, threshold = tl.broadcast(score, threshold)
-    if SURROGATE == "sigmoid":
-        return tl.fma(score, 1.4426950408889634, -threshold)
-    else:
-        return score - threshold
+    """scaled(score) - threshold, for a threshold that is scaled already."""
+    return scaled(score, SURROGATE) - threshold
 
 
 @triton.jit

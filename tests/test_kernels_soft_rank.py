@@ -1,4 +1,4 @@
-"""The kernels of `soft_rank` launched directly: tiles smaller than the data, edges, padding, and numbers at the limits."""
+"""The kernels of `soft_rank` launched directly: tiles smaller than the data, edges, padding, numbers at the limits."""
 
 from __future__ import annotations
 
@@ -225,8 +225,8 @@ SHAPES: dict[str, tuple[int, list[tuple[int, int]]]] = {
     "exactly a tile": (16, [(0, 3), (13, 3), (7, 4)]),
     "one more than a tile": (17, [(0, 1), (16, 1), (14, 3)]),
     "one less than two tiles": (31, [(15, 2), (28, 3), (30, 1)]),
-    "three tiles and a tail": (53, [(0, 4), (49, 4), (14, 5), (31, 2), (30, 20)]),
-    "a class of many tiles": (61, [(3, 40), (0, 61), (20, 41), (0, 17)]),
+    "three tiles and a tail": (53, [(0, 4), (49, 4), (14, 5), (31, 2)]),
+    "a class of many tiles": (37, [(3, 20), (0, 9), (20, 17)]),
     "no negative": (20, [(0, 20), (0, 20)]),
     "no positive": (20, [(0, 0), (20, 0), (7, 0)]),
     "one key": (1, [(0, 1), (0, 0), (1, 0)]),
@@ -236,7 +236,7 @@ shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 
 @among_positives
 @surrogates
-@pytest.mark.parametrize("block_p", [1, 4, 8])
+@pytest.mark.parametrize("block_p", [1, 8])
 @shapes
 def test_edges(
     shape: tuple[int, list[tuple[int, int]]],
@@ -257,11 +257,11 @@ def test_float32(surrogate: str, among: bool, device: torch.device) -> None:
 
 
 @given(
-    st.integers(1, 70).flatmap(
+    st.integers(1, 40).flatmap(
         lambda n: st.tuples(
             st.just(n),
             st.lists(st.integers(0, n).flatmap(lambda f: st.tuples(st.just(f), st.integers(0, n - f))), min_size=1,
-                     max_size=3),
+                     max_size=2),
         )
     ),
     st.sampled_from([1, 2, 8]),
@@ -284,7 +284,7 @@ def test_any_ranges(
 @surrogates
 def test_tiles_do_not_change_the_result(surrogate: str, among: bool, device: torch.device) -> None:
     b = block(*SHAPES["a class of many tiles"], device, torch.float64)
-    expected = forward(b, surrogate, 1, 16, among=among)
+    expected = forward(b, surrogate, 4, 16, among=among)
     for block_p, block_n in ((8, 16), (2, 64), (64, 128)):
         for name, output in forward(b, surrogate, block_p, block_n, among=among).items():
             assert_close(output, expected[name], atol=rounding(b))
@@ -324,7 +324,7 @@ def test_a_program_beyond_the_class_writes_nothing(device: torch.device) -> None
 def pair_block(differences: Sequence[float], dtype: torch.dtype, device: torch.device) -> Block:
     """A row for each difference: the positive 0, and one negative."""
     scores = padded_rows(len(differences), 2, torch.empty(0, dtype=dtype, device=device), torch.nan)
-    scores.copy_(torch.tensor([[0.0, d] for d in differences]))
+    scores.copy_(torch.tensor([[0.0, d] for d in differences], dtype=torch.float64))
     n = torch.arange(len(differences), device=device)
     return Block(scores, torch.zeros_like(n), torch.ones_like(n), n, len(n))
 

@@ -9,7 +9,13 @@ from tritonloss.backends import backend_module, selected_backend
 from tritonloss.distances import Distance
 from tritonloss.ops.class_labels import class_labels
 from tritonloss.ops.library import operator, refuse_second_derivative
-from tritonloss.ops.streaming import budget_bytes, empty_scores, keeps_similarity, rows_per_block
+from tritonloss.ops.streaming import (
+    budget_bytes,
+    empty_scores,
+    keeps_similarity,
+    padded_scores,
+    rows_per_block,
+)
 
 # Below it a norm is replaced by it, as torch.nn.functional.normalize does.
 LEAST_NORM = 1e-12
@@ -153,11 +159,12 @@ def _proxy_logsumexp(
     save: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """positive [C], negative [C] and, if it is kept, alpha times the similarity [C, N]."""
+    """positive [C], negative [C] and, if it is kept, alpha times the similarity [C, N], its rows padded."""
     n_proxies, n_columns = proxies.shape[0], embeddings.shape[0]
     positive, negative = embeddings.new_zeros(n_proxies), embeddings.new_zeros(n_proxies)
     keep = _keeps_similarity(embeddings, proxies, save, budget)
-    similarity = empty_scores(n_proxies if keep else 0, n_columns, embeddings)
+    kept = padded_scores(n_proxies if keep else 0, n_columns, embeddings)
+    similarity = kept[:, :n_columns]
     scratch = empty_scores(0 if keep else _block_rows(embeddings, proxies, budget), n_columns, embeddings)
     module = backend_module(backend, embeddings.device)
     scaled = embeddings * alpha
@@ -168,7 +175,7 @@ def _proxy_logsumexp(
         module.proxy_logsumexp_forward(
             scores, block.start, classes, offsets, positive[block], negative[block]
         )
-    return positive, negative, similarity
+    return positive, negative, kept
 
 
 @_proxy_logsumexp.register_fake
@@ -185,8 +192,8 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     n_proxies = proxies.shape[0]
     keep = _keeps_similarity(embeddings, proxies, save, budget)
-    similarity = empty_scores(n_proxies if keep else 0, embeddings.shape[0], embeddings)
-    return embeddings.new_empty(n_proxies), embeddings.new_empty(n_proxies), similarity
+    kept = padded_scores(n_proxies if keep else 0, embeddings.shape[0], embeddings)
+    return embeddings.new_empty(n_proxies), embeddings.new_empty(n_proxies), kept
 
 
 @operator("proxy_logsumexp_backward")
@@ -199,7 +206,7 @@ def _proxy_logsumexp_backward(
     offsets: Tensor,
     positive: Tensor,
     negative: Tensor,
-    similarity: Tensor,
+    kept: Tensor,
     alpha: float,
     normalize: bool,
     budget: int,
@@ -210,9 +217,10 @@ def _proxy_logsumexp_backward(
     """The gradients of embeddings [N, D] and proxies [C, D]; an unneeded one is empty."""
     grad_embeddings = torch.zeros_like(embeddings) if need_embeddings else embeddings.new_empty(0)
     grad_proxies = torch.zeros_like(proxies) if need_proxies else proxies.new_empty(0)
-    kept = similarity.shape[0] > 0
     block_rows, n_columns = _block_rows(embeddings, proxies, budget), embeddings.shape[0]
-    scratch = empty_scores(0 if kept else block_rows, n_columns, embeddings)
+    is_kept = kept.shape[0] > 0
+    similarity = kept[:, :n_columns]
+    scratch = empty_scores(0 if is_kept else block_rows, n_columns, embeddings)
     scratch_grad = empty_scores(block_rows, n_columns, embeddings)
     scratch_rows = embeddings.new_empty(block_rows if need_proxies else 0, embeddings.shape[1])
     module = backend_module(backend, embeddings.device)
@@ -220,8 +228,8 @@ def _proxy_logsumexp_backward(
     for block in _blocks(embeddings, proxies, budget):
         rows = _Rows(proxies[block], embeddings.dtype, normalize)
         grad = scratch_grad[: block.stop - block.start]
-        scores = similarity[block] if kept else scratch[: block.stop - block.start]
-        if not kept:
+        scores = similarity[block] if is_kept else scratch[: block.stop - block.start]
+        if not is_kept:
             torch.mm(rows.values, scaled.T, out=scores)
         module.proxy_logsumexp_backward(
             scores,
@@ -253,7 +261,7 @@ def _(
     offsets: Tensor,
     positive: Tensor,
     negative: Tensor,
-    similarity: Tensor,
+    kept: Tensor,
     alpha: float,
     normalize: bool,
     budget: int,

@@ -11,6 +11,7 @@ from tritonloss.ops.streaming import (
     BlockPlan,
     budget_bytes,
     empty_scores,
+    given_or_zero,
     keeps_similarity,
     padded_scores,
     rows_per_block,
@@ -271,16 +272,19 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.save_for_backward(queries, keys, start, count, positive_scores, *saved)
     ctx.options = surrogate, temperature, with_positives, budget, backend
     ctx.mark_non_differentiable(*saved)
+    # Else autograd makes a gradient of zeros for every output without one, for the kept similarity as well.
+    ctx.set_materialize_grads(False)
 
 
 def _backward(
-    ctx: Any, grad_ranks: Tensor, grad_scores: Tensor, grad_among: Tensor, *_: Any
+    ctx: Any, grad_ranks: Tensor | None, grad_scores: Tensor | None, grad_among: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
+    flat, among_slopes = ctx.saved_tensors[4], ctx.saved_tensors[6]
     need_queries, need_keys = ctx.needs_input_grad[:2]
     grad_queries, grad_keys = _soft_rank_backward(
-        grad_ranks.contiguous(),
-        grad_scores.contiguous(),
-        grad_among.contiguous(),
+        given_or_zero(grad_ranks, flat),
+        given_or_zero(grad_scores, flat),
+        given_or_zero(grad_among, among_slopes),
         *ctx.saved_tensors,
         *ctx.options,
         need_queries,

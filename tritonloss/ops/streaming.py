@@ -66,6 +66,11 @@ def empty_scores(rows: int, columns: int, like: Tensor) -> Tensor:
     return padded_scores(rows, columns, like)[:, :columns]
 
 
+def given_or_zero(grad: Tensor | None, like: Tensor) -> Tensor:
+    """The gradient of an output, contiguous; zeros where the output was not used."""
+    return torch.zeros_like(like) if grad is None else grad.contiguous()
+
+
 class Block(NamedTuple):
     """A slice of the queries and their pairs."""
 
