@@ -59,7 +59,7 @@ def pnp_loss(
         labels: [N], any integer dtype or bool. Only equality counts.
         b: curvature of "Ib", not 0; the paper advises 2.
         alpha: decay of "Dq", at least 1; the paper advises 8. The gradient of "Dq" fades as R^-(alpha + 1): with a
-            large batch and untrained embeddings R is in the hundreds and nothing is learned. Start with "Ds", or with
+            large batch and untrained embeddings R is in the hundreds and it vanishes. Start with "Ds", or with
             a smaller alpha, a smaller batch or a larger anneal.
         anneal: temperature of the sigmoid, in units of the cosine; 0.01 in the paper. Not 0.
         variant: see the table.
@@ -102,7 +102,7 @@ class PNPLoss(BaseMetricLossFunction):
 
     Args:
         b, alpha, anneal, variant, max_class_size, memory_budget: as for `pnp_loss`, which has the equations, the cost
-            and the source. "Dq" does not learn from untrained embeddings in a large batch: see `alpha` there.
+            and the source. "Dq" has no gradient to speak of from a random start in a large batch: see `alpha` there.
         distance: only plain cosine similarity, ours or pytorch-metric-learning's.
         embedding_regularizer, embedding_reg_weight: as for `BaseMetricLossFunction`.
 
