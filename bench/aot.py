@@ -45,8 +45,16 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "SURROGATE": SURROGATES,
     "WITH_SLOPES": (True, False),
     "WITH_POSITIVES": (False, True),
+    "DESCENDING": (False, True),
 }
-INTEGER_POINTERS = {"start": "*i64", "count": "*i64", "offset": "*i64", "labels": "*i32"}
+INTEGER_POINTERS = {
+    "start": "*i64",
+    "count": "*i64",
+    "offset": "*i64",
+    "labels": "*i32",
+    "ranges": "*i64",
+    "words": "*i64",
+}
 TILES = tuple(sorted({tuning.positives_per_tile(width) for width in range(1, 100)}))
 
 
@@ -122,8 +130,6 @@ def compiled(build: Build) -> Any:
         attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*"},
     )
     options = {"num_warps": build.num_warps, "num_stages": NUM_STAGES}
-    if build.dtype == "fp64" and TARGETS[build.arch].backend == "cuda":
-        options["maxnreg"] = tuning.MAX_REGISTERS
     return triton.compile(source, target=TARGETS[build.arch], options=options)
 
 
@@ -139,18 +145,25 @@ def report(build: Build) -> dict[str, Any]:
 
 
 def nvidia_usage(kernel: Any) -> dict[str, int]:
-    """Registers a thread, spilled bytes (the stack), shared bytes, memory fences."""
+    """Registers a thread, bytes of stack (spills), instructions in loops that touch it, shared bytes, fences."""
     with cubin(kernel) as path:
         text = tool("cuobjdump", "-res-usage", path)
     registers, stack, shared = (
         int(re.findall(rf"{key}:(\d+)", text)[-1]) for key in ("REG", "STACK", "SHARED")
     )
     fences = len(re.findall(r"\b(?:membar|fence)\b", kernel.asm["ptx"]))  # each is a MEMBAR in the SASS
-    return {"registers": registers, "spills": stack, "shared": shared, "fences": fences}
+    in_loops = sum(name in ("STL", "LDL") for loop in loops(sass(kernel)) for name in loop) if stack else 0
+    return {
+        "registers": registers,
+        "spills": stack,
+        "spills_in_loops": in_loops,
+        "shared": shared,
+        "fences": fences,
+    }
 
 
 def amd_usage(kernel: Any) -> dict[str, int]:
-    """The same from the metadata at the end of the AMD assembly; a spill counts registers there."""
+    """The same from the metadata at the end of the AMD assembly, which counts spilled registers, wherever they are."""
     text = kernel.asm["amdgcn"]
 
     def value(key: str) -> int:
@@ -158,7 +171,8 @@ def amd_usage(kernel: Any) -> dict[str, int]:
 
     return {
         "registers": value("vgpr_count"),
-        "spills": value("vgpr_spill_count"),  # a spilled SGPR goes to a lane of a VGPR, not to memory
+        "spills": 4 * value("vgpr_spill_count"),  # a spilled SGPR goes to a lane of a VGPR, not to memory
+        "spills_in_loops": value("vgpr_spill_count"),
         "shared": value("group_segment_fixed_size"),
         "fences": len(re.findall(r"\bbuffer_wbl2\b|\bbuffer_inv\b", text)),
     }
@@ -168,6 +182,23 @@ def sass(kernel: Any) -> str:
     """The machine code of an NVIDIA build, with labels."""
     with cubin(kernel) as path:
         return tool("nvdisasm", "-c", path)
+
+
+def loops(text: str) -> list[list[str]]:
+    """The names of the instructions of every loop in SASS: from the target of a backward branch to the branch."""
+    labels: dict[str, int] = {}
+    names: list[str] = []
+    found = []
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L\w+):", line):
+            labels[label[1]] = len(names)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)([^;]*);", line):
+            names.append(instruction[1])
+            target = re.search(r"\((\.L\w+)\)", instruction[2])
+            # The program ends in a branch to itself.
+            if instruction[1] == "BRA" and target and labels.get(target[1], len(names)) < len(names) - 1:
+                found.append(names[labels[target[1]] :])
+    return found
 
 
 def rows_in_int64(ttir: str) -> bool:
