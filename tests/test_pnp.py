@@ -399,3 +399,46 @@ def test_bad_calls(change, error, text) -> None:
 def test_bad_reduction() -> None:
     with pytest.raises(ValueError, match="reduction"):
         pnp_loss(torch.tensor(E1), torch.tensor(PAIRS), reduction="sum")
+
+
+def test_golden_gradient(device) -> None:
+    rows = double(E1, device)
+    PNPLoss()(rows, torch.tensor(PAIRS, device=device)).backward()
+    expected = [0, -8.3e-7, -0.0741847, 0.0989129, -8.3e-7, 0, 0.0989129, -0.0741847]
+    # Printed to seven digits, of a float32 run: its similarities are off by 6e-8, times 0.07 / tau.
+    assert rows.grad.flatten().tolist() == pytest.approx(expected, abs=5e-7)
+
+
+def test_golden_value_of_a_variant(device) -> None:
+    labels = torch.tensor([0, 0, 0, 1, 1, 1], device=device)
+    loss = PNPLoss(variant="Ds")(double(E3, device), labels)
+    assert loss.item() == pytest.approx(0.469207958, abs=6e-10)  # printed to nine digits
+
+
+def test_gradient_of_one_query_alone(device) -> None:
+    """Every loss has its own upstream gradient: against central differences of the first."""
+    rows, labels = double(E1, device), torch.tensor(PAIRS, device=device)
+    options = {"reduction": "none", "anneal": 0.1}
+    upstream = torch.tensor([1.0, 0, 0, 0], dtype=torch.float64, device=device)
+    pnp_loss(rows, labels, **options).backward(upstream)
+    step = 1e-6
+    expected = torch.zeros_like(rows)
+    for i in range(rows.numel()):
+        values = []
+        for sign in (1, -1):
+            moved = rows.detach().clone()
+            moved.view(-1)[i] += sign * step
+            values.append(pnp_loss(moved, labels, **options)[0])
+        expected.view(-1)[i] = (values[0] - values[1]) / (2 * step)
+    # step^2 times the third derivative, 1e-12 / 0.1^3, and the rounding 1e-16 / step.
+    torch.testing.assert_close(rows.grad, expected.detach(), rtol=0, atol=5e-9)
+    assert rows.grad[3].abs().max() > 0.1  # the negatives of query 0 are in it
+
+
+def test_labels_without_a_second_row_do_not_reach_the_mean(device) -> None:
+    """Lone rows are negatives of the others, no queries: the mean is over 2 of 4 rows."""
+    rows = double(E1, device)
+    per_query = pnp_loss(rows, torch.tensor([0, 0, 1, 2], device=device), reduction="none")
+    per_query.sum().backward()
+    assert (per_query[2:] == 0).all()
+    assert rows.grad[2:].abs().sum() > 0.1

@@ -279,13 +279,14 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _backward(
     ctx: Any, grad_ranks: Tensor | None, grad_scores: Tensor | None, grad_among: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
-    flat, among_slopes = ctx.saved_tensors[4], ctx.saved_tensors[6]
+    saved = ctx.saved_tensors  # once: checkpointing unpacks it anew at every access
+    flat, among_slopes = saved[4], saved[6]
     need_queries, need_keys = ctx.needs_input_grad[:2]
     grad_queries, grad_keys = _soft_rank_backward(
         given_or_zero(grad_ranks, flat),
         given_or_zero(grad_scores, flat),
         given_or_zero(grad_among, among_slopes),
-        *ctx.saved_tensors,
+        *saved,
         *ctx.options,
         need_queries,
         need_keys,
