@@ -11,7 +11,7 @@ positive_slopes [M]. Without it, these arguments are not read.
 import triton
 import triton.language as tl
 
-from .surrogates import scaled, scaled_difference, surrogate
+from .surrogates import derivative_of_surrogate, scaled, scaled_difference, surrogate
 
 ROW_STRIDE_UNIT = tl.constexpr(16)
 # Columns of a tile of positives against positives: classes are far smaller than rows.
@@ -68,19 +68,19 @@ def soft_rank_forward(
     # Whole tiles need no look at the end of the row.
     whole = n_keys - n_keys % BLOCK_N
     for begin in range(0, whole, BLOCK_N):
-        n = begin + tl.arange(0, BLOCK_N)
+        n = (begin + tl.arange(0, BLOCK_N))[None, :]
         is_negative = outside(n, first, n_positives)
         negative = tl.load(row_scores + n, mask=is_negative, other=-float("inf"))
-        difference = scaled_difference(negative[None, :], threshold, SURROGATE)
+        difference = scaled_difference(negative, threshold, SURROGATE)
         value, derivative = surrogate(difference, SURROGATE, FAST_MATH)
         rank += value
         if WITH_SLOPES:
             slope += derivative
     if whole < n_keys:
-        n = whole + tl.arange(0, BLOCK_N)
+        n = (whole + tl.arange(0, BLOCK_N))[None, :]
         is_negative = (n < n_keys) & outside(n, first, n_positives)
         negative = tl.load(row_scores + n, mask=is_negative, other=-float("inf"))
-        difference = scaled_difference(negative[None, :], threshold, SURROGATE)
+        difference = scaled_difference(negative, threshold, SURROGATE)
         value, derivative = surrogate(difference, SURROGATE, FAST_MATH)
         rank += value
         if WITH_SLOPES:
@@ -148,8 +148,11 @@ def soft_rank_backward(
         p = begin + tl.arange(0, BLOCK_P)
         positive = tl.load(positives + pairs + p, mask=p < n_positives, other=0.0)
         weight = tl.load(grad_ranks + pairs + p, mask=p < n_positives, other=0.0)
-        _, derivative = surrogate(negative - scaled(positive, SURROGATE)[:, None], SURROGATE, FAST_MATH)
+        derivative = derivative_of_surrogate(
+            negative - scaled(positive, SURROGATE)[:, None], SURROGATE, FAST_MATH
+        )
         grad += weight[:, None] * derivative
+    negative_grad = tl.sum(grad, 0)
     own = n - first
     is_positive = (own >= 0) & (own < n_positives)
     weight = tl.load(grad_ranks + pairs + own, mask=is_positive, other=0.0)
@@ -169,8 +172,8 @@ def soft_rank_backward(
             other_weight = tl.load(grad_positive_ranks + pairs + p, mask=p < n_positives, other=0.0)
             difference = negative - scaled(positive, SURROGATE)[:, None]
             difference = tl.where(own[None, :] == p[:, None], -float("inf"), difference)
-            _, derivative = surrogate(difference, SURROGATE, FAST_MATH)
+            derivative = derivative_of_surrogate(difference, SURROGATE, FAST_MATH)
             among += other_weight[:, None] * derivative
         own_grad += tl.sum(among, 0) - weight * slope
-    grad_row = tl.where(is_positive, own_grad, tl.sum(grad, 0))
+    grad_row = tl.where(is_positive, own_grad, negative_grad)
     tl.store(row_pointer(grad_scores, row, stride_units) + n, grad_row, mask=n < n_keys)

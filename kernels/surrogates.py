@@ -45,6 +45,15 @@ def sigmoid(difference, FAST_MATH: tl.constexpr):
 
 
 @triton.jit
+def sigmoid_without_select(difference):
+    # Float32 on NVIDIA: one minimum instead of a comparison and a select. The reciprocal of 1 + 2^127 flushes to 0, so
+    # nothing overflows and a masked key gives (0, 0).
+    growth = tl.exp2(tl.minimum(-difference, 127.0, propagate_nan=tl.PropagateNan.ALL))
+    value = reciprocal(1.0 + growth, True)
+    return value, growth * value * value
+
+
+@triton.jit
 def one_side_huber(difference):
     rise = 1.0 + difference
     value = tl.where(difference > 0, rise + difference, rise * rise)
@@ -56,7 +65,20 @@ def one_side_huber(difference):
 @triton.jit
 def surrogate(difference, SURROGATE: tl.constexpr, FAST_MATH: tl.constexpr):
     if SURROGATE == "sigmoid":
-        return sigmoid(difference, FAST_MATH)
+        if FAST_MATH:
+            return sigmoid_without_select(difference)
+        else:
+            return sigmoid(difference, FAST_MATH)
     else:
         tl.static_assert(SURROGATE == "one_side_huber", "unknown surrogate")
         return one_side_huber(difference)
+
+
+@triton.jit
+def derivative_of_surrogate(difference, SURROGATE: tl.constexpr, FAST_MATH: tl.constexpr):
+    # The derivative of the sigmoid is even: without the value, the form of -|difference| has nothing to select.
+    if SURROGATE == "sigmoid":
+        _, derivative = sigmoid(difference, FAST_MATH)
+    else:
+        _, derivative = surrogate(difference, SURROGATE, FAST_MATH)
+    return derivative
