@@ -1,5 +1,10 @@
-"""`python -m bench`: run the benchmark, then write its table and verdicts beside its JSON."""
+"""`python -m bench`: run the benchmarks, then write the table and the verdicts of each beside its JSON.
 
+Names of benchmarks choose some of them; other arguments go to pytest.
+"""
+
+import importlib
+import json
 import re
 import subprocess
 import sys
@@ -8,17 +13,25 @@ from pathlib import Path
 from bench import report
 
 RESULTS = Path(__file__).parent / "results"
+BENCHMARKS = ("pnp", "proxy_anchor", "smoothap", "soprc", "histogram", "fastap")
 
 
 def main() -> None:
-    """Everything in one run on this machine."""
-    name = re.sub(r"[^a-z0-9]+", "-", report.machine().lower()).strip("-")
-    file = RESULTS / f"pnp-{name}.json"
+    """Each benchmark in one run on this machine."""
+    chosen = [name for name in BENCHMARKS if name in sys.argv[1:]]
+    options = [argument for argument in sys.argv[1:] if argument not in BENCHMARKS]
+    for name in chosen or BENCHMARKS:
+        run(name, options)
+
+
+def run(name: str, options: list[str]) -> None:
+    machine = re.sub(r"[^a-z0-9]+", "-", report.machine().lower()).strip("-")
+    file = RESULTS / f"{name.replace('_', '-')}-{machine}.json"
     command = [
         sys.executable,
         "-m",
         "pytest",
-        "bench",
+        f"bench/test_{name}.py",
         "-q",
         "-p",
         "no:xdist",
@@ -26,14 +39,14 @@ def main() -> None:
         "default",
         f"--benchmark-json={file}",
     ]
-    subprocess.run([*command, "--benchmark-columns=min,median,rounds", *sys.argv[1:]], check=True)
-    results = report.load(file)
+    subprocess.run([*command, "--benchmark-columns=min,median,rounds", *options], check=True)
+    results = json.loads(file.read_text())
     # The host's name and the single rounds are nobody's business.
     results["machine_info"] = {"machine": report.machine()}
     for entry in results["benchmarks"]:
         entry["stats"].pop("data", None)
-    file.write_text(report.json.dumps(results, indent=1) + "\n")
-    text = report.markdown(results) + "\n" + "".join(f"- {line}\n" for line in report.verdicts(results))
+    file.write_text(json.dumps(results, indent=1) + "\n")
+    text = report.text(importlib.import_module(f"bench.{name}"), results)
     file.with_suffix(".md").write_text(text)
     print(text)
 

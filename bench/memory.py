@@ -1,21 +1,21 @@
-"""`python -m bench.memory NAME N DEVICE`: peak memory of forward and backward above the inputs, in bytes.
+"""`python -m bench.memory BENCHMARK NAME SIZE ... DEVICE`: peak memory of forward and backward above the inputs.
 
-A process of its own, because the allocator of a process that ran anything larger keeps memory.
+In bytes. A process of its own, because the allocator of a process that ran anything larger keeps memory.
 """
 
 import ctypes
+import importlib
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from bench.pnp import step
 
-
-def peak_bytes(name: str, n: int, device: str) -> int:
+def peak_bytes(benchmark: str, name: str, *sizes: int, device: str) -> int:
     """The figure, from a fresh process."""
-    command = [sys.executable, "-m", "bench.memory", name, str(n), device]
+    command = [sys.executable, "-m", "bench.memory", benchmark, name, *map(str, sizes), device]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
@@ -24,8 +24,7 @@ def _status(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def _measure(name: str, n: int, device: str) -> int:
-    run = step(name, n, True, device)
+def _measure(run: Callable[[], object], device: str) -> int:
     run()  # compiles, tunes, starts threads
     if device == "cuda":
         before = torch.cuda.memory_allocated()
@@ -39,5 +38,11 @@ def _measure(name: str, n: int, device: str) -> int:
     return _status("VmHWM") - before
 
 
+def main() -> None:
+    benchmark, name, *sizes, device = sys.argv[1:]
+    step = importlib.import_module(f"bench.{benchmark}").step
+    print(_measure(step(name, *map(int, sizes), True, device), device))
+
+
 if __name__ == "__main__":
-    print(_measure(sys.argv[1], int(sys.argv[2]), sys.argv[3]))
+    main()

@@ -1,14 +1,17 @@
 """The implementations of PNP that are compared, and one step of each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from bench import rivals
+from bench.report import MEBIBYTE, Table
 from tritonloss.losses import PNPLoss
 
 DIMENSION = 128
+SUBJECT = "PNP forward + backward, float32, D = 128, four per class"
+AXES = ("N",)
 IMPLEMENTATIONS: dict[str, Callable[[], Callable[[Tensor, Tensor], Tensor]]] = {
     "tritonloss": PNPLoss,
     "pml 2.9.0": rivals.pml_pnp,
@@ -46,3 +49,27 @@ def step(name: str, n: int, backward: bool, device: str) -> Callable[[], Tensor]
         return loss.detach()
 
     return run
+
+
+def verdicts(table: Table) -> Iterator[tuple[str, float, bool]]:
+    """The figures to reach."""
+
+    def seconds(name: str, n: int) -> float:
+        return table[name, n, True].seconds
+
+    def peak(name: str, n: int) -> int:
+        size = table[name, n, True].peak
+        assert size is not None
+        return size
+
+    factor = seconds("pml 2.9.0", 512) / seconds("tritonloss", 512)
+    yield "N = 512, factor to pml 2.9.0, at least 1000", factor, factor >= 1000
+    for n in (2048, 4096):
+        growth = seconds("tritonloss", 2 * n) / seconds("tritonloss", n)
+        yield f"growth of time from N = {n} to {2 * n}, at most 4.6", growth, growth <= 4.6
+        ratio = seconds("tritonloss", n) / seconds("gathered, compiled", n)
+        yield f"N = {n}, time over that of the compiled rival, at most 1.3", ratio, ratio <= 1.3
+        memory = peak("tritonloss", n) / peak("gathered, compiled", n)
+        yield f"N = {n}, memory over that of the compiled rival, below 1", memory, memory < 1
+    size = peak("tritonloss", 8192) / MEBIBYTE
+    yield "N = 8192, peak MiB above the inputs, at most 1024", size, size <= 1024

@@ -1,15 +1,28 @@
-"""From pytest-benchmark's JSON to the Markdown table of the README."""
+"""From pytest-benchmark's JSON to the Markdown tables of the README.
 
-import json
+A benchmark is a module: SUBJECT says what is measured, AXES names the sizes, SIZES lists them for each implementation,
+`step` makes one run, `verdicts` compares with the figures to reach.
+"""
+
 import platform
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
-from bench.pnp import SIZES
-
 MEBIBYTE = 2**20
+
+
+class Row(NamedTuple):
+    """Median seconds; peak bytes above the inputs, with a backward pass only."""
+
+    seconds: float
+    peak: int | None
+
+
+Table = dict[tuple[Any, ...], Row]  # keys: implementation, sizes, whether with a backward pass
 
 
 def machine() -> str:
@@ -21,73 +34,48 @@ def machine() -> str:
     return f"{models[0] if models else platform.machine()}, {torch.get_num_threads()} cores"
 
 
-def rows(results: dict[str, Any]) -> dict[tuple[str, int, bool], dict[str, Any]]:
-    """(implementation, N, with backward) -> seconds and peak bytes."""
+def rows(case: ModuleType, results: dict[str, Any]) -> Table:
     table = {}
     for entry in results["benchmarks"]:
         info = entry["extra_info"]
-        seconds = entry["stats"]["median"]
-        table[info["name"], info["n"], info["backward"]] = {
-            "seconds": seconds,
-            "peak": info.get("peak_bytes"),
-        }
+        key = (info["name"], *(info[axis] for axis in case.AXES), info["backward"])
+        table[key] = Row(entry["stats"]["median"], info.get("peak_bytes"))
     return table
 
 
-def markdown(results: dict[str, Any]) -> str:
+def text(case: ModuleType, results: dict[str, Any]) -> str:
+    """The table and the verdicts."""
+    table = rows(case, results)
+    return markdown(case, table) + "\n" + "".join(f"- {line}\n" for line in verdicts(case, table))
+
+
+def markdown(case: ModuleType, table: Table) -> str:
     """Time and peak memory of forward + backward, with the ratio to ours."""
-    table = rows(results)
-    names = list(SIZES)
-    sizes = sorted({n for _, n, _ in table})
+    names = list(case.SIZES)
     lines = [
-        f"PNP forward + backward, float32, D = 128, four per class; median time and peak memory above the inputs; in "
-        f"parentheses the factor to tritonloss. {machine()}, torch {torch.__version__}.",
+        f"{case.SUBJECT}; median time and peak memory above the inputs; in parentheses the factor to tritonloss. "
+        f"{machine()}, torch {torch.__version__}.",
         "",
-        "| N | " + " | ".join(names) + " |",
-        "|---" * (len(names) + 1) + "|",
+        "| " + " | ".join([*case.AXES, *names]) + " |",
+        "|---" * (len(case.AXES) + len(names)) + "|",
     ]
-    for n in sizes:
-        ours = table["tritonloss", n, True]
-        cells = [_cell(table.get((name, n, True)), ours) for name in names]
-        lines.append(f"| {n} | " + " | ".join(cells) + " |")
+    for sizes in sorted({key[1:-1] for key in table}):
+        ours = table[("tritonloss", *sizes, True)]
+        cells = [_cell(table.get((name, *sizes, True)), ours) for name in names]
+        lines.append("| " + " | ".join([*map(str, sizes), *cells]) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _cell(row: dict[str, Any] | None, ours: dict[str, Any]) -> str:
+def _cell(row: Row | None, ours: Row) -> str:
     if row is None:
         return ""
-    text = f"{row['seconds'] * 1e3:.3g} ms"
+    text = f"{row.seconds * 1e3:.3g} ms"
     if row is not ours:
-        text += f" ({row['seconds'] / ours['seconds']:.3g}x)"
-    text += f", {max(row['peak'], 0) / MEBIBYTE:.0f} MiB"
-    return text
+        text += f" ({row.seconds / ours.seconds:.3g}x)"
+    return text + f", {max(row.peak or 0, 0) / MEBIBYTE:.0f} MiB"
 
 
-def verdicts(results: dict[str, Any]) -> list[str]:
+def verdicts(case: ModuleType, table: Table) -> Iterator[str]:
     """The figures to reach, each with what was measured."""
-    table = rows(results)
-
-    def seconds(name: str, n: int) -> float:
-        return table[name, n, True]["seconds"]
-
-    lines = []
-
-    def check(text: str, value: float, reached: bool) -> None:
-        lines.append(f"{'reached' if reached else 'NOT REACHED'}: {text}: {value:.3g}")
-
-    factor = seconds("pml 2.9.0", 512) / seconds("tritonloss", 512)
-    check("N = 512, factor to pml 2.9.0, at least 1000", factor, factor >= 1000)
-    for n in (2048, 4096):
-        growth = seconds("tritonloss", 2 * n) / seconds("tritonloss", n)
-        check(f"growth of time from N = {n} to {2 * n}, at most 4.6", growth, growth <= 4.6)
-        ratio = seconds("tritonloss", n) / seconds("gathered, compiled", n)
-        check(f"N = {n}, time over that of the compiled rival, at most 1.3", ratio, ratio <= 1.3)
-        memory = table["tritonloss", n, True]["peak"] / table["gathered, compiled", n, True]["peak"]
-        check(f"N = {n}, memory over that of the compiled rival, below 1", memory, memory < 1)
-    peak = table["tritonloss", 8192, True]["peak"] / MEBIBYTE
-    check("N = 8192, peak MiB above the inputs, at most 1024", peak, peak <= 1024)
-    return lines
-
-
-def load(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())
+    for aim, value, reached in case.verdicts(table):
+        yield f"{'reached' if reached else 'NOT REACHED'}: {aim}: {value:.3g}"

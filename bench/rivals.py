@@ -22,3 +22,132 @@ def pnp_gathered(embeddings: Tensor, labels: Tensor) -> Tensor:
 
 def pml_pnp() -> torch.nn.Module:
     return pml_losses.PNPLoss()
+
+
+def pml_proxy_anchor(n_classes: int, dimension: int) -> torch.nn.Module:
+    return pml_losses.ProxyAnchorLoss(n_classes, dimension)
+
+
+def proxy_anchor_dense(embeddings: Tensor, labels: Tensor, proxies: Tensor) -> Tensor:
+    """ProxyAnchor with margin 0.1 and alpha 32 in plain torch, as pytorch-metric-learning goes about it."""
+    similarity = F.normalize(embeddings, dim=1) @ F.normalize(proxies, dim=1).T
+    is_own = labels[:, None] == torch.arange(len(proxies), device=labels.device)
+    one = similarity.new_zeros(1, len(proxies))
+    positive = (-32 * (similarity - 0.1)).masked_fill(~is_own, -torch.inf)
+    negative = (32 * (similarity + 0.1)).masked_fill(is_own, -torch.inf)
+    positive, negative = (torch.logsumexp(torch.cat([one, x]), 0) for x in (positive, negative))
+    return positive.sum() / is_own.any(0).sum() + negative.mean()
+
+
+class CompiledProxyAnchor(torch.nn.Module):
+    """`proxy_anchor_dense` with its proxies, under torch.compile."""
+
+    def __init__(self, n_classes: int, dimension: int) -> None:
+        super().__init__()
+        self.proxies = torch.nn.Parameter(torch.empty(n_classes, dimension))
+        self.compiled = torch.compile(proxy_anchor_dense, dynamic=False)
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        return self.compiled(embeddings, labels, self.proxies)
+
+
+def pml_smooth_ap() -> torch.nn.Module:
+    return pml_losses.SmoothAPLoss()
+
+
+def smooth_ap_gathered(embeddings: Tensor, labels: Tensor) -> Tensor:
+    """SmoothAP in plain torch with the positives of each query gathered: a [N, 4, N] tensor.
+
+    Labels must come in runs of four, so that no search for the positives is timed.
+    """
+    rows = F.normalize(embeddings, dim=1)
+    n = embeddings.shape[0]
+    similarity = rows @ rows.T
+    first = torch.arange(n, device=rows.device) // 4 * 4
+    positive = similarity.gather(1, first[:, None] + torch.arange(4, device=rows.device))
+    steps = torch.sigmoid((similarity[:, None, :] - positive[:, :, None]) / 0.01)
+    is_positive = (labels[:, None] == labels)[:, None, :]
+    # A positive stands 1/2 above itself: with another 1/2 it counts itself once.
+    among = (steps * is_positive).sum(2) + 0.5
+    return 1 - (among / (among + (steps * ~is_positive).sum(2))).mean()
+
+
+class SOPRCGathered(torch.nn.Module):
+    """SOPRC as its authors go about it, for labels in runs of four: a [N, 3, N - 4] tensor of pairs, no Eq. 9.
+
+    Written from the equations; prior 0.1, tau 0.1 and 0.001, beta 0.1, 100 remembered scores, midpoint grid.
+    """
+
+    memory: Tensor
+
+    def __init__(self, n_classes: int) -> None:
+        super().__init__()
+        self.register_buffer("memory", torch.zeros(n_classes, 100))
+        self.is_first = True
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        rows = F.normalize(embeddings, dim=1)
+        n = embeddings.shape[0]
+        similarity = rows @ rows.T
+        same = labels[:, None] == labels
+        positive = similarity[same & ~torch.eye(n, dtype=torch.bool, device=rows.device)].view(n, 3)
+        negative = similarity[~same].view(n, n - 4)
+        tpr = self.true_positive_rate(positive.detach())
+        x = (positive[:, :, None] - negative[:, None, :]) / 0.1
+        fpr = torch.where(x < 0, 1 - 2 * x, torch.where(x < 1, (1 - x) ** 2, 0)).mean(2)
+        return (0.9 * fpr / (0.9 * fpr + 0.1 * tpr)).mean()
+
+    @torch.no_grad()
+    def true_positive_rate(self, positive: Tensor) -> Tensor:
+        """Moves the memory, then T of every pair [N, 3]."""
+        s = positive.sort(1).values
+        low = (2 * s[:, :1] - s[:, 1:2]).clamp(min=-1)
+        high = (2 * s[:, 2:] - s[:, 1:2]).clamp(max=1)
+        knots = torch.cat([low, s, high], 1)
+        place = (torch.arange(100, device=s.device) + 0.5) * 3 / 100
+        k = place.long()
+        a = place - k
+        phi = ((1 - a) * knots[:, k] + knots[:, k + 1] + a * knots[:, k + 2]) / 2
+        target = phi.view(-1, 4, 100).mean(1)
+        self.memory.copy_(target if self.is_first else torch.lerp(self.memory, target, 0.1))
+        self.is_first = False
+        x = positive.view(-1, 12)[:, :, None] - self.memory[:, None, :]
+        above = torch.tanh((-x / 0.002).clamp(min=0)).sum(2)
+        return ((1 + above) / 101).view(-1, 3)
+
+
+def histogram_dense(embeddings: Tensor, labels: Tensor) -> Tensor:
+    """The histogram loss in plain torch, 100 bins: all pairs of the similarity matrix, scattered to their nodes."""
+    rows = F.normalize(embeddings, dim=1)
+    n = embeddings.shape[0]
+    left, right = torch.triu_indices(n, n, 1, device=rows.device)
+    place = (rows @ rows.T)[left, right].clamp(-1, 1) * 50 + 50
+    node = place.detach().long().clamp(max=99)
+    upper, same = place - node, labels[left] == labels[right]
+
+    def density(kind: Tensor) -> Tensor:
+        masses = place.new_zeros(101).index_add(0, node[kind], 1 - upper[kind])
+        return masses.index_add(0, node[kind] + 1, upper[kind]) / kind.sum()
+
+    return (density(~same) * density(same).cumsum(0)).sum()
+
+
+def fastap_dense(embeddings: Tensor, labels: Tensor) -> Tensor:
+    """FastAP in plain torch, 10 bins: one N x N tensor for each node. Every row must have a positive."""
+    rows = F.normalize(embeddings, dim=1)
+    place = (2 - 2 * rows @ rows.T).clamp(0, 4) * 2.5
+    others = ~torch.eye(len(labels), dtype=torch.bool, device=rows.device)
+    positive = (labels[:, None] == labels) & others
+    masses = [(1 - (place - node).abs()).clamp(min=0) for node in range(11)]
+    hits = torch.stack([(mass * positive).sum(1) for mass in masses], 1)
+    retrieved = torch.stack([(mass * others).sum(1) for mass in masses], 1).cumsum(1)
+    precision = hits * hits.cumsum(1) / retrieved.clamp(min=1e-30)
+    return (1 - precision.sum(1) / positive.sum(1)).mean()
+
+
+def pml_histogram() -> torch.nn.Module:
+    return pml_losses.HistogramLoss(n_bins=100)
+
+
+def pml_fastap() -> torch.nn.Module:
+    return pml_losses.FastAPLoss()

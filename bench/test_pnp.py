@@ -17,7 +17,7 @@ def test_pnp(benchmark, name: str, n: int, backward: bool) -> None:
     torch.testing.assert_close(run(), step("tritonloss", n, backward, DEVICE)(), rtol=1e-5, atol=0)
     slow = name.startswith("pml") and n >= 512
     benchmark.group = f"N = {n}, {'forward + backward' if backward else 'forward'}"
-    benchmark.extra_info.update(name=name, n=n, backward=backward, device=DEVICE)
+    benchmark.extra_info.update(name=name, N=n, backward=backward, device=DEVICE)
     if backward:
-        benchmark.extra_info["peak_bytes"] = peak_bytes(name, n, DEVICE)
+        benchmark.extra_info["peak_bytes"] = peak_bytes("pnp", name, n, device=DEVICE)
     benchmark.pedantic(run, rounds=1 if slow else 7, warmup_rounds=0 if slow else 2)

@@ -30,6 +30,11 @@ EVALUATE_EVERY = 40
 # A loss may have parameters, as proxies are: the optimizer gets them too.
 LOSSES: dict[str, Callable[[argparse.Namespace, int, int], nn.Module]] = {
     "pnp": lambda args, classes, size: losses.PNPLoss(anneal=args.temperature, variant=args.variant),
+    "smoothap": lambda args, classes, size: losses.SmoothAPLoss(args.temperature),
+    "soprc": lambda args, classes, size: losses.SOPRCLoss(classes),
+    "proxy-anchor": lambda args, classes, size: losses.ProxyAnchorLoss(classes, size),
+    "histogram": lambda args, classes, size: losses.HistogramLoss(),
+    "fastap": lambda args, classes, size: losses.FastAPLoss(),
 }
 
 

@@ -18,6 +18,7 @@ from tritonloss.distances import (
     LpDistance,
     check_distance,
     is_cosine,
+    is_dot_product,
 )
 
 OURS_AND_PML = [
@@ -333,3 +334,32 @@ def test_check_distance_returns_what_can_be_used(distance: Any) -> None:
 def test_check_distance_refuses_the_rest(distance: object, text: str) -> None:
     with pytest.raises(TypeError, match=text):
         check_distance(distance)
+
+
+@pytest.mark.parametrize(
+    ("distance", "expected"),
+    [
+        (DotProductSimilarity(), True),
+        (pml.DotProductSimilarity(normalize_embeddings=False), True),
+        (DotProductSimilarity(power=2), False),
+        (DotProductSimilarity(True), False),
+        (CosineSimilarity(), False),
+        (LpDistance(normalize_embeddings=False), False),
+        (object(), False),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, bool) else str(value),
+)
+def test_plain_dot_product_is_recognised(distance: object, expected: bool) -> None:
+    assert is_dot_product(distance) is expected
+
+
+def test_dot_product_with_another_formula_is_not_plain() -> None:
+    class Shifted(DotProductSimilarity):
+        def compute_mat(self, query: Tensor, ref: Tensor) -> Tensor:
+            return super().compute_mat(query, ref) - 1
+
+    class Renamed(DotProductSimilarity):
+        pass
+
+    assert not is_dot_product(Shifted())
+    assert is_dot_product(Renamed())

@@ -172,6 +172,12 @@ def is_dot_product(distance: object) -> bool:
     return _has_formula(distance, "DotProductSimilarity", expected)
 
 
+def is_euclidean(distance: object) -> bool:
+    """Whether `distance` is a power of the Euclidean distance of normalised rows; decided as by `is_cosine`."""
+    expected = {"p": 2, "is_inverted": False, "normalize_embeddings": True}
+    return _has_formula(distance, "LpDistance", expected)
+
+
 def check_distance(distance: object) -> Distance:
     """Returns `distance` if a loss can use it: it is callable and `is_inverted` is True or False.
 

@@ -1,5 +1,7 @@
 """The losses as stateless functions, in the manner of `torch.nn.functional`."""
 
+from tritonloss.losses.fastap import fastap_loss
+from tritonloss.losses.histogram import histogram_loss
 from tritonloss.losses.pnp import pnp_loss
 from tritonloss.losses.proxy_anchor import proxy_anchor_loss
 from tritonloss.losses.smoothap import smooth_ap_loss
@@ -8,6 +10,8 @@ from tritonloss.losses.soprc_pieces import exact_prior, interpolate_scores, scal
 
 __all__ = [
     "exact_prior",
+    "fastap_loss",
+    "histogram_loss",
     "interpolate_scores",
     "pnp_loss",
     "proxy_anchor_loss",

@@ -49,6 +49,11 @@ class ClassLayout:
         sorted_labels, order = torch.sort(labels.to(torch.int64), stable=True)
         return cls(order, *class_ranges(sorted_labels, sorted_labels))
 
+    def lone_rows_last(self) -> "ClassLayout":
+        """The same layout with the rows that are alone in their class behind the others. No host sync."""
+        place = torch.argsort(self.count == 1, stable=True)
+        return ClassLayout(self.order[place], torch.argsort(place)[self.start[place]], self.count[place])
+
     @property
     def query_count(self) -> Tensor:
         """[N] int64: the class size, 0 for a lone row, which is no query."""

@@ -70,7 +70,7 @@ def proxy_anchor(
     positive = torch.where(is_own, attraction + log_weights, -torch.inf)
     negative = torch.where(is_own, -torch.inf, repulsion + log_weights)
     # ln(1 + sum of e^x) as a log-sum-exp whose first exponent is 0.
-    one = torch.zeros_like(s[:, :1])
+    one = s.new_zeros(s.shape[0], 1)
     return torch.logsumexp(torch.cat([one, positive], 1), 1), torch.logsumexp(
         torch.cat([one, negative], 1), 1
     )
@@ -162,3 +162,69 @@ def soprc_interpolation(
     ]
     places = [(j + first) * step for j in range(size)]
     return [(u(t) + u(t + 1)) / 2 for t in places]
+
+
+def histogram(
+    embeddings: Tensor,
+    labels: Tensor | None = None,
+    *,
+    num_bins: int = 100,
+    pairs: tuple[Tensor, Tensor] | None = None,
+    distance: Distance | None = None,
+) -> Tensor:
+    """The histogram loss, a scalar.
+
+    embeddings: [N, D]. labels: [N] integer. pairs: the positive and the negative pairs, [2, M] each, each unordered
+    pair once; None takes those of the labels. See `tritonloss.functional.histogram_loss`.
+    """
+    s = (CosineSimilarity() if distance is None else distance)(embeddings)
+    if pairs is None:
+        assert labels is not None
+        same = labels[:, None] == labels
+        has_positive = same.sum(1) > 1
+        in_a_triplet = has_positive[:, None] | has_positive
+        positives = (same & torch.ones_like(same).triu(1)).nonzero(as_tuple=True)
+        negatives = (~same & in_a_triplet & torch.ones_like(same).triu(1)).nonzero(as_tuple=True)
+    else:
+        (positives, negatives) = (tuple(part) for part in pairs)
+
+    def density(similarity: Tensor) -> Tensor:
+        place = num_bins / 2 + num_bins / 2 * similarity.clamp(-1, 1)
+        return _node_masses(place, num_bins).sum(0) / max(1, similarity.shape[0])
+
+    return (density(s[negatives]) * density(s[positives]).cumsum(0)).sum()
+
+
+def fastap(
+    embeddings: Tensor, labels: Tensor, *, num_bins: int = 10, distance: Distance | None = None
+) -> tuple[Tensor, Tensor]:
+    """The FastAP loss of each query [N], 0 where a row has no other positive, and whether it has one [N] bool.
+
+    embeddings: [N, D]. labels: [N] integer. distance: Euclidean of normalised rows, to any power; None for the square.
+    See `tritonloss.functional.fastap_loss`.
+    """
+    if distance is None:
+        rows = F.normalize(embeddings, dim=1)
+        s = rows @ rows.T  # d = 2 - 2 s
+    else:
+        s = 1 - 2 / 2**distance.power * distance(embeddings)  # type: ignore[attr-defined]
+    masses = _node_masses(num_bins / 2 - num_bins / 2 * s.clamp(-1, 1), num_bins)
+    is_other = ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
+    is_positive = (labels[:, None] == labels) & is_other
+    positives = (masses * is_positive[..., None]).sum(1)
+    retrieved = (masses * is_other[..., None]).sum(1).cumsum(1)
+    ratio = positives * positives.cumsum(1) / torch.where(retrieved == 0, 1, retrieved)
+    is_query = is_positive.any(1)
+    per_query = 1 - ratio.sum(1) / is_positive.sum(1).clamp(min=1)
+    return torch.where(is_query, per_query, 0), is_query
+
+
+def _node_masses(place: Tensor, num_bins: int) -> Tensor:
+    """What a value at `place`, 0 .. num_bins, gives to each node: [..., num_bins + 1]; NaN for a NaN.
+
+    max(0, 1 - |place - r|), with the derivative of the bin above the node at a node, at the last of the bin below.
+    """
+    bin_ = place.detach().nan_to_num().floor().clamp(max=num_bins - 1).to(torch.int64)[..., None]
+    upper = place[..., None] - bin_
+    node = torch.arange(num_bins + 1, device=place.device)
+    return torch.where(node == bin_, 1 - upper, 0) + torch.where(node == bin_ + 1, upper, 0)

@@ -186,6 +186,71 @@ def proxy_logsumexp_backward(
     """Write the gradient of the block's scores into `grad_scores` [rows, N]."""
     own = _own_columns(labels, first_class, len(scores))
     own_grad = -grad_positive[own[0]] * torch.exp(offsets[own[1]] - scores[own] - positive[own[0]])
-    torch.sub(scores, negative[:, None], out=grad_scores)
-    grad_scores.add_(offsets).exp_().mul_(grad_negative[:, None])
+    # In the order of the forward pass, so that a large exponent is rounded to the same number.
+    torch.add(scores, offsets, out=grad_scores)
+    grad_scores.sub_(negative[:, None]).exp_().mul_(grad_negative[:, None])
     grad_scores[own] = own_grad
+
+
+# Sums of fractions are integers below 2^62. A float64 has no more bits than these.
+MAX_FRACTION_BITS = 52
+
+
+def soft_histogram_forward(
+    scores: Tensor, ranges: Tensor, first_column: int, descending: bool, counts: Tensor, fractions: Tensor
+) -> None:
+    """Add the pairs of the block to `counts` and `fractions`, [1, 2, bins + 2] or, each row to its own, [rows, ...].
+
+    Positives come before negatives, the last entry counts the NaN. counts are int64, fractions float64. Both are sums
+    of integers, so that their order does not matter, on any device.
+    """
+    n_tables, _, size = counts.shape
+    position = _node_position(scores, size - 2, descending).nan_to_num_(nan=size - 1)
+    slot = position.to(torch.int64)
+    bits = min(MAX_FRACTION_BITS, 62 - slot.numel().bit_length())
+    fraction = position.frac_().mul_(2**bits).to(torch.int64)
+    _add_kind(slot, ranges, first_column, size)
+    if n_tables > 1:
+        slot += 3 * size * torch.arange(n_tables, device=slot.device)[:, None]
+    sums = slot.new_zeros(2, n_tables * 3 * size)
+    sums[0].index_add_(0, slot.view(-1), slot.new_ones(()).expand(slot.numel()))
+    sums[1].index_add_(0, slot.view(-1), fraction.view(-1))
+    pair_count, fraction_sum = sums.view(2, n_tables, 3, size)[:, :, :2]
+    counts += pair_count
+    fractions.add_(fraction_sum, alpha=2.0**-bits)
+
+
+def soft_histogram_backward(
+    scores: Tensor, ranges: Tensor, first_column: int, descending: bool, slopes: Tensor, grad_scores: Tensor
+) -> None:
+    """Write into `grad_scores` the slope of the bin of each pair; slopes: [1, 2, bins], or [rows, 2, bins]."""
+    n_tables, _, n_bins = slopes.shape
+    slot = _node_position(scores, n_bins, descending).nan_to_num_(nan=0).to(torch.int64)
+    slot.clamp_(max=n_bins - 1)
+    _add_kind(slot, ranges, first_column, n_bins)
+    if n_tables > 1:
+        slot += 3 * n_bins * torch.arange(n_tables, device=slot.device)[:, None]
+    table = torch.cat([slopes, torch.zeros_like(slopes[:, :1])], 1).flatten()
+    torch.mul(table.index_select(0, slot.view(-1)).view_as(slot), scores.abs().le_(1), out=grad_scores)
+
+
+def _node_position(scores: Tensor, n_bins: int, descending: bool) -> Tensor:
+    """The place of each score among the nodes, 0 .. n_bins; contiguous. A NaN stays one."""
+    half = n_bins / 2
+    position = torch.empty(scores.shape, dtype=scores.dtype, device=scores.device)
+    # Two roundings, as the reference has, and not those of a fused addition: they decide what lies on a node.
+    torch.mul(scores, -half if descending else half, out=position)
+    return position.add_(half).clamp_(0, n_bins)
+
+
+def _add_kind(slot: Tensor, ranges: Tensor, first_column: int, size: int) -> None:
+    """Add 0 for a positive, `size` for a negative, 2 `size` for a hidden pair."""
+    start, stop, hidden_start, hidden_stop = (ranges - first_column)[:, :, None].unbind(1)
+    # Most columns are negatives of every row: only those that may be something else are compared.
+    reach = torch.stack([torch.minimum(start, hidden_start).min(), torch.maximum(stop, hidden_stop).max()])
+    left, right = reach.clamp(0, slot.shape[1]).tolist()
+    slot += size
+    column = torch.arange(left, right, device=slot.device)
+    is_positive = (column >= start) & (column < stop)
+    is_hidden = (column >= hidden_start) & (column < hidden_stop)
+    slot[:, left:right] += size * (is_hidden.to(torch.int64) - (is_positive & ~is_hidden).to(torch.int64))

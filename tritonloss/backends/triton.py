@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from tritonloss.backends import tuning
-from tritonloss.kernels import proxy_logsumexp, soft_rank
+from tritonloss.kernels import proxy_logsumexp, soft_histogram, soft_rank
 from tritonloss.layout import Positives
 
 KERNELS = {
@@ -17,6 +17,8 @@ KERNELS = {
     "soft_rank_backward": soft_rank.soft_rank_backward,
     "proxy_logsumexp_forward": proxy_logsumexp.proxy_logsumexp_forward,
     "proxy_logsumexp_backward": proxy_logsumexp.proxy_logsumexp_backward,
+    "soft_histogram_forward": soft_histogram.soft_histogram_forward,
+    "soft_histogram_backward": soft_histogram.soft_histogram_backward,
 }
 # TRITON_INTERPRET is read when a kernel is decorated; then kernels run on CPU tensors.
 INTERPRETED = not isinstance(soft_rank.soft_rank_forward, triton.runtime.JITFunction)
@@ -33,7 +35,8 @@ def _launch(name: str, grid: Any, arguments: dict[str, Any], device: torch.devic
         if tuning.tuning_enabled() and not INTERPRETED:
             _autotuner(name)[grid](**arguments)
         else:
-            config = tuning.configurations(name, arguments.get("BLOCK_P", 1))[0]
+            itemsize = arguments["scores"].element_size()
+            config = tuning.configurations(name, arguments.get("BLOCK_P", 1), itemsize)[0]
             KERNELS[name][grid](**arguments, **config)
 
 
@@ -176,3 +179,75 @@ def proxy_logsumexp_backward(
         return len(scores), triton.cdiv(scores.shape[1], meta["BLOCK_N"])
 
     _launch("proxy_logsumexp_backward", grid, arguments, scores.device)
+
+
+# A word of the table holds the sums of this many pairs.
+MAX_PAIRS_PER_PROGRAM = 1 << 18
+# Enough for the table of a program to be small beside the scores it reads.
+PAIRS_PER_PROGRAM = 1 << 14
+
+
+def soft_histogram_forward(
+    scores: Tensor, ranges: Tensor, first_column: int, descending: bool, counts: Tensor, fractions: Tensor
+) -> None:
+    """Add the pairs of the block to `counts` and `fractions`, [1, 2, bins + 2] or, each row to its own, [rows, ...].
+
+    Positives come before negatives, the last entry counts the NaN. counts are int64, fractions float64: multiples of
+    2^-24 for float32 scores, of 2^-48 for float64.
+    """
+    n_rows, n_columns = scores.shape
+    n_bins = counts.shape[-1] - 2
+    columns = min(n_columns, MAX_PAIRS_PER_PROGRAM)
+    pairs = min(max(PAIRS_PER_PROGRAM, 16 * n_bins), MAX_PAIRS_PER_PROGRAM)
+    rows = 1 if counts.shape[0] > 1 else max(1, pairs // columns)
+    grid = triton.cdiv(n_rows, rows), triton.cdiv(n_columns, columns)
+    n_digits = 2 if scores.dtype == torch.float64 else 1
+    words = torch.zeros(*grid, n_digits, 2, n_bins + 2, dtype=torch.int64, device=scores.device)
+    arguments = {
+        "scores": scores,
+        "ranges": ranges,
+        "words": words,
+        "stride_units": _stride_units(scores),
+        "n_rows": n_rows,
+        "n_columns": n_columns,
+        "first_column": first_column,
+        "n_bins": n_bins,
+        "rows_per_program": rows,
+        "columns_per_program": columns,
+        "n_bucket": tuning.bucket(n_columns),
+        "DESCENDING": descending,
+    }
+    _launch("soft_histogram_forward", grid, arguments, scores.device)
+    programs = (1,) if counts.shape[0] > 1 else (0, 1)
+    unit = soft_histogram.COUNT_UNIT.value
+    counts.add_((words[:, :, 0] // unit).sum(programs))
+    digits = (words % unit).sum(programs)
+    for digit in range(n_digits):
+        fractions.add_(digits[..., digit, :, :], alpha=soft_histogram.FRACTION_UNITS.value ** -(digit + 1))
+
+
+def soft_histogram_backward(
+    scores: Tensor, ranges: Tensor, first_column: int, descending: bool, slopes: Tensor, grad_scores: Tensor
+) -> None:
+    """Write into `grad_scores` the slope of the bin of each pair; slopes: [1, 2, bins], or [rows, 2, bins]."""
+    n_rows, n_columns = scores.shape
+    n_bins = slopes.shape[-1]
+    arguments = {
+        "scores": scores,
+        "ranges": ranges,
+        "slopes": slopes,
+        "grad_scores": grad_scores,
+        "stride_units": _stride_units(scores),
+        "grad_stride_units": _stride_units(grad_scores),
+        "n_columns": n_columns,
+        "first_column": first_column,
+        "n_bins": n_bins,
+        "slopes_per_row": 2 * n_bins if slopes.shape[0] > 1 else 0,
+        "n_bucket": tuning.bucket(n_columns),
+        "DESCENDING": descending,
+    }
+
+    def grid(meta: dict[str, Any]) -> tuple[int, int]:
+        return n_rows, triton.cdiv(n_columns, meta["BLOCK_N"])
+
+    _launch("soft_histogram_backward", grid, arguments, scores.device)

@@ -42,7 +42,19 @@ CONFIGS: dict[str, list[dict[str, int]]] = {
         {"BLOCK_N": 512, "num_warps": 4},
         {"BLOCK_N": 2048, "num_warps": 8},
     ],
+    "soft_histogram_forward": [
+        {"BLOCK_N": 1024, "num_warps": 4},
+        {"BLOCK_N": 512, "num_warps": 4},
+        {"BLOCK_N": 2048, "num_warps": 8},
+    ],
+    "soft_histogram_backward": [
+        {"BLOCK_N": 1024, "num_warps": 4},
+        {"BLOCK_N": 512, "num_warps": 4},
+        {"BLOCK_N": 2048, "num_warps": 8},
+    ],
 }
+# What a kernel adds to, and so must be zero before each trial of a configuration.
+ACCUMULATED = ("words",)
 
 
 def bucket(size: int) -> int:
@@ -87,6 +99,7 @@ def autotuner(triton: Any, kernel: Any, name: str, do_bench: Callable[..., Any] 
         configs,
         key=[name for name in KEYS if name in kernel.arg_names],
         prune_configs_by={"early_config_prune": prune},
+        reset_to_zero=[name for name in ACCUMULATED if name in kernel.arg_names],
         do_bench=do_bench,
         **options,
     )(kernel)

@@ -2,6 +2,8 @@
 
 from tritonloss.losses.base import BaseMetricLossFunction, PerQueryLoss
 from tritonloss.losses.base_proxy import BaseProxyLoss
+from tritonloss.losses.fastap import FastAPLoss
+from tritonloss.losses.histogram import HistogramLoss
 from tritonloss.losses.pnp import PNPLoss
 from tritonloss.losses.proxy_anchor import ProxyAnchorLoss
 from tritonloss.losses.semi_variance import SemiVarianceRegularizer
@@ -11,6 +13,8 @@ from tritonloss.losses.soprc import SOPRCLoss
 __all__ = [
     "BaseMetricLossFunction",
     "BaseProxyLoss",
+    "FastAPLoss",
+    "HistogramLoss",
     "PNPLoss",
     "PerQueryLoss",
     "ProxyAnchorLoss",

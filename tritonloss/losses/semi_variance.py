@@ -155,9 +155,10 @@ def _levels(rows: Tensor, layout: ClassLayout, count: Tensor) -> tuple[Tensor, T
     return levels, n_pairs
 
 
-def is_embeddings(inputs: Tensor, labels: Tensor | None) -> bool:
+def is_embeddings(inputs: Any, labels: Any) -> bool:
     """Whether the call is (embeddings [N, D], labels [N])."""
-    return labels is not None and labels.ndim == 1 and inputs.ndim == 2
+    tensors = isinstance(inputs, Tensor) and isinstance(labels, Tensor)
+    return tensors and labels.ndim == 1 and inputs.ndim == 2
 
 
 def score_matrix(scores: Any, targets: Any, positives: Any, negatives: Any) -> tuple[Tensor, Tensor, Tensor]:

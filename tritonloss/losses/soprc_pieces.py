@@ -210,30 +210,33 @@ def dense_pairs(scores: Tensor, positives: Tensor, negatives: Tensor, classes: T
 
 def loss_of_pairs(pairs: Pairs, memory: Tensor, prior: Tensor, options: Options) -> Tensor:
     """The scalar loss. memory: [Q, V]. prior: [Q]. Both constant."""
-    losses = torch.where(pairs.used, pair_losses(pairs, memory, prior, options), 0)
     is_query = pairs.is_query
+    totals = torch.where(is_query, totals_of_queries(pairs, memory, prior, options), 0)
     if options.average == "micro":
-        n_pairs = torch.where(is_query, pairs.n_positives, 0).sum()
-        return torch.where(is_query[pairs.query], losses, 0).sum() / n_pairs.clamp(min=1).to(losses.dtype)
-    per_query = segment_sum(losses, pairs.count) / pairs.n_positives.clamp(min=1).to(losses.dtype)
-    return mean_of_queries(torch.where(is_query, per_query, 0), is_query)
+        return totals.sum() / torch.where(is_query, pairs.n_positives, 0).sum().clamp(min=1).to(totals.dtype)
+    return mean_of_queries(totals / pairs.n_positives.clamp(min=1).to(totals.dtype), is_query)
 
 
-def pair_losses(pairs: Pairs, memory: Tensor, prior: Tensor, options: Options) -> Tensor:
+def totals_of_queries(pairs: Pairs, memory: Tensor, prior: Tensor, options: Options) -> Tensor:
+    """The sum of the losses of each query's pairs [Q]."""
+    if pairs.ranks is not None:
+        losses = pair_losses(pairs, pairs.ranks, memory, prior, options)
+        return segment_sum(torch.where(pairs.used, losses, 0), pairs.count)
+    assert pairs.matrix is not None
+    return reference.soprc(
+        *pairs.matrix,
+        memory,
+        prior,
+        tau1=options.tau1,
+        tau2=options.tau2,
+        tpr_offset=options.tpr_offset,
+        tpr_grad=options.tpr_grad,
+    ).sum(1)
+
+
+def pair_losses(pairs: Pairs, ranks: Tensor, memory: Tensor, prior: Tensor, options: Options) -> Tensor:
     """sigma((1 - pi) / pi * FPR / TPR) of each pair [M], as one fraction that no pi and no TPR can overflow."""
-    if pairs.ranks is None:
-        assert pairs.matrix is not None
-        losses = reference.soprc(
-            *pairs.matrix,
-            memory,
-            prior,
-            tau1=options.tau1,
-            tau2=options.tau2,
-            tpr_offset=options.tpr_offset,
-            tpr_grad=options.tpr_grad,
-        )
-        return losses[pairs.matrix[1]]
-    fpr = pairs.ranks / pairs.n_negatives.clamp(min=1).to(pairs.ranks.dtype)[pairs.query]
+    fpr = ranks / pairs.n_negatives.clamp(min=1).to(ranks.dtype)[pairs.query]
     anchors = pairs.scores if options.tpr_grad else pairs.scores.detach()
     above = memory_rank(anchors, memory, pairs.query, temperature=options.tau2)
     tpr = (options.tpr_offset + above) / (options.tpr_offset + memory.shape[1])

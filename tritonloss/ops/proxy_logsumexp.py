@@ -69,7 +69,7 @@ def proxy_logsumexp(
         ProxyLogSumExp(positive [C], negative [C]) in the dtype of the embeddings; differentiable once, in embeddings
         and proxies. A side that needs no gradient costs none.
 
-    Time O(N C D). Memory O(budget + (N + C) + N D) beside the gradients.
+    Time O(N C D). Memory O(budget + C + N D) beside the gradients; with a `distance`, what it allocates for a block.
 
     Raises:
         ValueError: a label outside 0 .. C - 1, a budget below 1, both `distance` and `normalize_proxies`.
@@ -143,7 +143,8 @@ class _Rows:
         if self.norm is None:
             return grad
         # Along the row itself the normalised row does not change, unless its norm was replaced by a constant.
-        along = torch.linalg.vecdot(grad, self.values).unsqueeze(1).masked_fill_(self.is_short, 0)
+        # A product and a sum: torch.linalg.vecdot follows autocast.
+        along = (grad * self.values).sum(1, keepdim=True).masked_fill_(self.is_short, 0)
         return grad.addcmul_(self.values, along, value=-1).div_(self.norm)
 
 
@@ -285,11 +286,12 @@ def _backward(
     ctx: Any, grad_positive: Tensor | None, grad_negative: Tensor | None, _: Any
 ) -> tuple[Tensor | None, ...]:
     need_embeddings, need_proxies = ctx.needs_input_grad[:2]
-    positive, negative = ctx.saved_tensors[4:6]
+    saved = ctx.saved_tensors  # checkpointing allows it to be read once
+    positive, negative = saved[4:6]
     grad_embeddings, grad_proxies = _proxy_logsumexp_backward(
         torch.zeros_like(positive) if grad_positive is None else grad_positive.contiguous(),
         torch.zeros_like(negative) if grad_negative is None else grad_negative.contiguous(),
-        *ctx.saved_tensors,
+        *saved,
         *ctx.options,
         need_embeddings,
         need_proxies,
@@ -392,7 +394,8 @@ class _DistanceLogSumExpBackward(torch.autograd.Function):
                 grad,
             )
             wanted = [leaves[i] for i in grads]
-            block_grads = torch.autograd.grad(matrix, wanted, grad.mul_(factor).T, allow_unused=True)
+            with _without_autocast(embeddings):
+                block_grads = torch.autograd.grad(matrix, wanted, grad.mul_(factor).T, allow_unused=True)
             for (i, total), block_grad in zip(grads.items(), block_grads, strict=True):
                 if block_grad is not None:
                     (total[block] if leaves[i] is rows else total).add_(block_grad)
@@ -405,10 +408,14 @@ class _DistanceLogSumExpBackward(torch.autograd.Function):
 
 def _matrix(distance: Distance, embeddings: Tensor, rows: Tensor) -> Tensor:
     """distance(embeddings [N, D], a block of proxies [rows, D]): [N, rows], outside autocast."""
-    with torch.autocast(embeddings.device.type, enabled=False):
+    with _without_autocast(embeddings):
         matrix = distance(embeddings, rows)
     if matrix.shape != (embeddings.shape[0], rows.shape[0]):
         raise ValueError(
             f"distance must return shape {[embeddings.shape[0], rows.shape[0]]}, got {list(matrix.shape)}"
         )
     return matrix
+
+
+def _without_autocast(embeddings: Tensor) -> torch.autocast:
+    return torch.autocast(embeddings.device.type, enabled=False)
