@@ -381,11 +381,14 @@ def test_interpolation_equals_the_definition(
 @pytest.mark.parametrize("scores", [[1.25, 1.5, 1.75], [-1.75, -1.5, -1.25], [-1.5, 0, 1.5], [2.0]])
 @pytest.mark.parametrize("grid", GRIDS)
 def test_scores_outside_the_range_stay_in_order(scores: list[float], grid: str) -> None:
-    """A similarity may round to a little above 1: the end of the polygon must not fold back."""
+    """A similarity may round to a little above 1: an end that is outside is not extended, nor folded back."""
     phi = interpolate_scores(torch.tensor(scores, dtype=torch.float64), 12, grid=grid, score_range=(-1, 1))
-    assert (phi.diff() >= 0).all()
-    assert scores[0] <= phi[0]
-    assert phi[-1] <= scores[-1]
+    rounding = 4 * torch.finfo(torch.float64).eps  # of sums of three terms below 2
+    assert (phi.diff() >= -rounding).all()
+    if scores[0] < -1:
+        assert scores[0] - rounding <= phi[0]
+    if scores[-1] > 1:
+        assert phi[-1] <= scores[-1] + rounding
 
 
 @pytest.mark.parametrize("n", [3, 10, 50])
