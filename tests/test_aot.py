@@ -22,12 +22,10 @@ def run(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"])
-def test_builds_without_spills_in_loops_or_fences(arch: str) -> None:
+def test_builds_without_spills_or_fences(arch: str) -> None:
     builds = [json.loads(line) for line in run("bench.aot", "--arch", arch).splitlines()]
     assert {build["kernel"] for build in builds} >= {"soft_rank_forward", "soft_rank_backward"}
-    # Where a few bytes of stack win an occupancy step, ptxas spills by choice, outside the loops. Which builds those
-    # are changes with every edit of a kernel, and forbidding it (maxnreg) costs occupancy elsewhere.
-    assert [build for build in builds if build["spills_in_loops"] or build["spills"] > 16] == []
+    assert [build for build in builds if build["spills"]] == []
     assert [build for build in builds if build["fences"] and build["kernel"].startswith("soft_")] == []
     assert all(build["int64_rows"] for build in builds)
     assert max(build["threads"] for build in builds) <= 1024

@@ -32,12 +32,12 @@ def _autotuner(name: str) -> Any:
 def _launch(name: str, grid: Any, arguments: dict[str, Any], device: torch.device) -> None:
     on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with on_device:
-        if tuning.tuning_enabled() and not INTERPRETED:
+        block_p = arguments.get("BLOCK_P", 1)
+        choices = tuning.configurations(name, block_p, arguments["scores"].element_size())
+        if len(choices) > 1 and tuning.tuning_enabled() and not INTERPRETED:
             _autotuner(name)[grid](**arguments)
         else:
-            itemsize = arguments["scores"].element_size()
-            config = tuning.configurations(name, arguments.get("BLOCK_P", 1), itemsize)[0]
-            KERNELS[name][grid](**arguments, **config)
+            KERNELS[name][grid](**arguments, **choices[0])
 
 
 def _stride_units(matrix: Tensor) -> int:

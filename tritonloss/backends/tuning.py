@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 ENVIRONMENT_VARIABLE = "TRITONLOSS_AUTOTUNE"
-# Sums are kept for every pair of a tile until the end of a row: more bytes of scores a thread than this (32 pairs in
-# float32) spill registers.
-MAX_BYTES_PER_THREAD = 128
+# Sums are kept for every pair of a tile until the end of a row: more float32 pairs a thread than this spill registers.
+MAX_PAIRS_PER_THREAD = 32
+# The arithmetic of float64 takes most of the registers itself. It is not tuned: no GPU is fast at it.
+FLOAT64_PAIRS = 512
 LANES = 32
 # What a kernel is tuned for, of those it takes.
 KEYS = ("n_bucket", "p_bucket", "SURROGATE")
@@ -67,14 +68,15 @@ def positives_per_tile(width: int) -> int:
     return min(bucket(width), 8)
 
 
-def fits_registers(config: dict[str, int], block_p: int, itemsize: int) -> bool:
-    return config["BLOCK_N"] * block_p * itemsize <= MAX_BYTES_PER_THREAD * LANES * config["num_warps"]
+def fits_registers(config: dict[str, int], block_p: int) -> bool:
+    return config["BLOCK_N"] * block_p <= MAX_PAIRS_PER_THREAD * LANES * config["num_warps"]
 
 
 def configurations(kernel: str, block_p: int = 1, itemsize: int = 4) -> list[dict[str, int]]:
     """The configurations of a kernel that do not spill with `block_p` positives a tile; a single one for float64."""
-    fitting = [config for config in CONFIGS[kernel] if fits_registers(config, block_p, itemsize)]
-    return fitting[:1] if itemsize > 4 else fitting
+    if itemsize > 4:
+        return [{"BLOCK_N": FLOAT64_PAIRS // block_p, "num_warps": 4}]
+    return [config for config in CONFIGS[kernel] if fits_registers(config, block_p)]
 
 
 def tuning_enabled() -> bool:
@@ -86,7 +88,7 @@ def autotuner(triton: Any, kernel: Any, name: str, do_bench: Callable[..., Any] 
 
     def prune(configs: Iterable[Any], arguments: dict[str, Any], **kwargs: Any) -> list[Any]:
         given = {**arguments, **kwargs}
-        kept = configurations(name, given.get("BLOCK_P", 1), given["scores"].element_size())
+        kept = configurations(name, given.get("BLOCK_P", 1))
         return [config for config in configs if {**config.kwargs, "num_warps": config.num_warps} in kept]
 
     configs = [
