@@ -289,6 +289,17 @@ def sort_segments(values: Tensor, segment: Tensor) -> Tensor:
     return values[torch.sort(segment[order], stable=True).indices]
 
 
+def _places(place: Tensor, n: Tensor, size: int, grid: Grid) -> tuple[Tensor, int | Tensor]:
+    """The places t of the grid as fractions of integers."""
+    if grid == "midpoint":
+        return (2 * place + 1) * n, 2 * size
+    if grid == "left":
+        return place * n, size
+    if grid == "authors":
+        return place, (size + n - 1) // n
+    return (2 * place + 1) * (n + 1), 2 * size
+
+
 def interpolate_segments(
     values: Tensor, first: Tensor, n: Tensor, size: int, grid: Grid, score_range: ScoreRange
 ) -> Tensor:
@@ -296,36 +307,28 @@ def interpolate_segments(
 
     An empty list gives numbers without meaning.
     """
-    values = torch.cat([values, values.new_zeros(1)])
-    n = n.clamp(min=1)[:, None]
+    # Two more: what lies behind the last list is read, and then not used.
+    values = torch.cat([values, values.new_zeros(2)])
+    n, first = n.clamp(min=1)[:, None], first[:, None]
     place = torch.arange(size, device=values.device)
     # Exact integers: where an interval of the polygon begins must not depend on rounding.
-    numerator, denominator = {
-        "midpoint": ((2 * place + 1) * n, 2 * size * torch.ones_like(n)),
-        "left": (place * n, size * torch.ones_like(n)),
-        "authors": (place.expand(n.shape[0], size), (size + n - 1) // n),
-        "linear": ((2 * place + 1) * (n + 1), 2 * size * torch.ones_like(n)),
-    }[grid]
+    numerator, denominator = _places(place, n, size, grid)
     knot = torch.div(numerator, denominator, rounding_mode="trunc")
-    weight = (numerator - knot * denominator).to(values.dtype) / denominator.to(values.dtype)
-
-    def at(index: Tensor) -> Tensor:
-        return values[(first[:, None] + index.clamp(min=1).minimum(n) - 1).clamp(max=values.shape[0] - 1)]
-
-    one = torch.ones_like(n)
-    low, high = 2 * at(one) - at(2 * one), 2 * at(n) - at(n - 1)
+    weight = (numerator - knot * denominator).to(values.dtype) / denominator
+    last, step = first + n - 1, (n > 1).long()
+    low = 2 * values[first] - values[first + step]
+    high = 2 * values[last] - values[last - step]
     if score_range is not None:
         # Never past the list itself: a score may lie outside the range by its rounding.
-        low = low.clamp(min=score_range[0]).minimum(at(one))
-        high = high.clamp(max=score_range[1]).maximum(at(n))
-
-    def polygon(index: Tensor) -> Tensor:
-        return torch.where(index < 1, low, torch.where(index > n, high, at(index)))
-
+        low = low.clamp(min=score_range[0]).minimum(values[first])
+        high = high.clamp(max=score_range[1]).maximum(values[last])
+    # The places lie in [0, n), those of "linear" in [0, n + 1): at most one neighbour is past an end.
+    index = first + knot
+    before = torch.where(knot < 1, low, values[index - 1])
     if grid == "linear":
-        return torch.lerp(polygon(knot), polygon(knot + 1), weight)
-    left, middle, right = polygon(knot), polygon(knot + 1), polygon(knot + 2)
-    return ((1 - weight) * left + middle + weight * right) / 2
+        return torch.lerp(before, torch.where(knot >= n, high, values[index]), weight)
+    after = torch.where(knot >= n - 1, high, values[index + 1])
+    return ((1 - weight) * before + values[index] + weight * after) / 2
 
 
 def class_prior(prior: Any, num_classes: int) -> Tensor | None:
