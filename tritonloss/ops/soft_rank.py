@@ -87,6 +87,7 @@ def soft_rank(
         -1 if max_class_size is None else max_class_size,
         budget_bytes(queries.device, memory_budget),
         torch.is_grad_enabled() and (queries.requires_grad or keys.requires_grad),
+        queries is keys,
         selected_backend(),
     )
     return SoftRanks(ranks, scores * temperature, among if positive_ranks else None)
@@ -113,13 +114,15 @@ def _soft_rank(
     max_class_size: int,
     budget: int,
     save: bool,
+    shared: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Ranks [M], scores / temperature [M], ranks among the positives [M], and what the backward pass needs.
 
     That is, if `save`, both slopes [M], and the similarity [Q, N] if it is kept; then [0, P], which has no elements:
     its shape tells the backward pass the largest class size P without another host sync. What is about the positives
-    alone is empty unless `with_positives`. A max_class_size of -1 means none was given.
+    alone is empty unless `with_positives`. A max_class_size of -1 means none was given. `shared`: queries and keys are
+    one tensor, so that the backward pass has one gradient.
     """
     bounded = max_class_size >= 0
     if bounded:
@@ -166,6 +169,7 @@ def _(
     max_class_size: int,
     budget: int,
     save: bool,
+    shared: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     n_pairs: Any = queries.shape[0] * max_class_size
@@ -203,11 +207,13 @@ def _soft_rank_backward(
     temperature: float,
     with_positives: bool,
     budget: int,
+    shared: bool,
     backend: str,
     need_queries: bool,
     need_keys: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of queries [Q, D] and keys [N, D]; an unneeded one is empty."""
+    """The gradients of queries [Q, D] and keys [N, D]; an unneeded one is empty. `shared`: the first is their sum."""
+    need_keys = need_keys and not shared
     grad_queries = torch.zeros_like(queries) if need_queries else queries.new_empty(0)
     grad_keys = torch.zeros_like(keys) if need_keys else keys.new_empty(0)
     similarity = kept[:, : keys.shape[0]]
@@ -233,11 +239,22 @@ def _soft_rank_backward(
             among_slopes if with_positives else None,
             grad_among if with_positives else None,
         )
-        if need_queries:
+        if shared:
+            _add_gradient(grad_queries, grad, queries, rows)
+        elif need_queries:
             torch.mm(grad, keys, out=grad_queries[rows])
         if need_keys:
             grad_keys.addmm_(grad.T, queries[rows] / temperature)
     return grad_queries.div_(temperature), grad_keys
+
+
+def _add_gradient(total: Tensor, grad: Tensor, queries: Tensor, rows: slice) -> None:
+    """Add what the gradient of the scores [rows, Q] of queries with themselves gives to the gradient of the queries."""
+    if grad.shape[0] == queries.shape[0]:
+        total.addmm_(grad + grad.T, queries)
+    else:
+        total[rows].addmm_(grad, queries)
+        total.addmm_(grad.T, queries[rows])
 
 
 @_soft_rank_backward.register_fake
@@ -258,19 +275,22 @@ def _(
     temperature: float,
     with_positives: bool,
     budget: int,
+    shared: bool,
     backend: str,
     need_queries: bool,
     need_keys: bool,
 ) -> tuple[Tensor, Tensor]:
     grad_queries = torch.empty_like(queries) if need_queries else queries.new_empty(0)
-    return grad_queries, torch.empty_like(keys) if need_keys else keys.new_empty(0)
+    return grad_queries, torch.empty_like(keys) if need_keys and not shared else keys.new_empty(0)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    queries, keys, start, count, surrogate, temperature, with_positives, _, budget, _, backend = inputs
+    queries, keys, start, count, surrogate, temperature, with_positives, _, budget, _, shared, backend = (
+        inputs
+    )
     _, positive_scores, _, *saved = output
     ctx.save_for_backward(queries, keys, start, count, positive_scores, *saved)
-    ctx.options = surrogate, temperature, with_positives, budget, backend
+    ctx.options = surrogate, temperature, with_positives, budget, shared, backend
     ctx.mark_non_differentiable(*saved)
     # Else autograd makes a gradient of zeros for every output without one, for the kept similarity as well.
     ctx.set_materialize_grads(False)
@@ -291,7 +311,8 @@ def _backward(
         need_queries,
         need_keys,
     )
-    return grad_queries if need_queries else None, grad_keys if need_keys else None, *[None] * 9
+    need_keys = need_keys and not ctx.options[4]
+    return grad_queries if need_queries else None, grad_keys if need_keys else None, *[None] * 10
 
 
 _soft_rank.register_autograd(_backward, setup_context=_save_for_backward)
