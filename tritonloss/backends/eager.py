@@ -11,47 +11,53 @@ from tritonloss.layout import Positives
 
 
 def _surrogate(difference: Tensor, surrogate: str, slope: Tensor | None = None) -> Tensor:
-    """g of the difference, in its memory; g' in the memory of `slope`, if given. -inf gives 0 for both."""
+    """g of the difference plus SHIFT, in its memory; g' / SCALE in the memory of `slope`, if given. -inf gives 0."""
     if surrogate == "sigmoid":
         value = difference.sigmoid_()
         if slope is not None:
             torch.addcmul(value, value, value, value=-1, out=slope)
         return value
-    lifted = difference.add_(1).clamp_(min=0)
+    lifted = difference.clamp_(min=0)
     rise = torch.clamp(lifted, max=1, out=slope)
     # rise (2 lifted - rise): the parabola while both are equal, the line 2 lifted - 1 above 1.
-    value = torch.lerp(rise, lifted, 2, out=lifted).mul_(rise)
-    rise.mul_(2)
-    return value
+    return torch.lerp(rise, lifted, 2, out=lifted).mul_(rise)
 
 
 def _surrogate_slope(difference: Tensor, surrogate: str) -> Tensor:
-    """g' of the difference, in its memory."""
+    """g' / SCALE of the difference plus SHIFT, in its memory."""
     if surrogate == "sigmoid":
         value = difference.sigmoid_()
         return value.addcmul_(value, value, value=-1)
-    return difference.add_(1).clamp_(0, 1).mul_(2)
+    return difference.clamp_(0, 1)
+
+
+# Applied to a row of positives instead of a block of differences.
+SHIFT = {"sigmoid": 0, "one_side_huber": 1}
+SCALE = {"sigmoid": 1, "one_side_huber": 2}
 
 
 class _Rectangle:
     """The pairs of a block as [rows, width], and their places among the columns and in the flat tensors."""
 
     def __init__(self, positives: Positives, n_keys: int) -> None:
-        self.width = int(positives.count.max())
+        facts = torch.stack([positives.count.max(), positives.count.sum(), positives.offset[0]])
+        self.width, n_pairs, first = map(int, facts.tolist())
         slot = torch.arange(self.width, device=positives.start.device)
         self.valid = slot < positives.count[:, None]
         columns = (positives.start[:, None] + slot).clamp_(max=n_keys - 1)
         # An unused slot repeats the row's first positive, so that gathers stay in range and scatters stay harmless.
         self.columns = torch.where(self.valid, columns, columns[:, :1])
-        self.flat = (positives.offset[:, None] + slot)[self.valid]
+        self.flat = slice(first, first + n_pairs)
 
     def write(self, flat: Tensor, rectangle: Tensor) -> None:
         flat[self.flat] = rectangle[self.valid]
 
     def read(self, flat: Tensor) -> Tensor:
-        rectangle = flat.new_zeros(self.valid.shape)
-        rectangle[self.valid] = flat[self.flat]
-        return rectangle
+        return flat.new_zeros(self.valid.shape).masked_scatter_(self.valid, flat[self.flat])
+
+    def scatter(self, rectangle: Tensor, block: Tensor) -> None:
+        """Write the values of the pairs to their columns of the block [rows, N]; a row without pairs is set to 0."""
+        block.scatter_(1, self.columns, torch.where(self.valid, rectangle, rectangle[:, :1]))
 
 
 def soft_rank_forward(
@@ -89,16 +95,17 @@ def _sums_over_columns(
 ) -> tuple[Tensor, Tensor]:
     """The sums of g and of g' over the columns of each row, [rows, width] each; `skip`: without column p for p."""
     rank, slope = torch.empty_like(positive), torch.empty_like(positive)
+    threshold = positive - SHIFT[surrogate]
     difference = torch.empty_like(columns)
     derivative = torch.empty_like(columns) if with_slope else None
     for p in range(positive.shape[1]):
-        torch.sub(columns, positive[:, p : p + 1], out=difference)
+        torch.sub(columns, threshold[:, p : p + 1], out=difference)
         if skip:
             difference[:, p] = -torch.inf
         torch.sum(_surrogate(difference, surrogate, derivative), 1, out=rank[:, p])
         if derivative is not None:
             torch.sum(derivative, 1, out=slope[:, p])
-    return rank, slope
+    return rank, slope.mul_(SCALE[surrogate]) if with_slope else slope
 
 
 def soft_rank_backward(
@@ -127,7 +134,7 @@ def soft_rank_backward(
         weight = rectangle.read(grad_positive_ranks)
         own -= weight * rectangle.read(positive_slopes)
         _add_weighted_slopes(positive, positive, weight, surrogate, own, skip=True)
-    grad_scores[rectangle.valid.nonzero()[:, 0], rectangle.columns[rectangle.valid]] = own[rectangle.valid]
+    rectangle.scatter(own, grad_scores)
 
 
 def _add_weighted_slopes(
@@ -135,8 +142,9 @@ def _add_weighted_slopes(
 ) -> None:
     """Add the sum over p of weight[:, p] g'(columns - positive[:, p]) to `total`; `skip`: not to column p for p."""
     difference = torch.empty_like(columns)
+    threshold, weight = positive - SHIFT[surrogate], weight * SCALE[surrogate]
     for p in range(positive.shape[1]):
-        torch.sub(columns, positive[:, p : p + 1], out=difference)
+        torch.sub(columns, threshold[:, p : p + 1], out=difference)
         if skip:
             difference[:, p] = -torch.inf
         total.addcmul_(_surrogate_slope(difference, surrogate), weight[:, p : p + 1])

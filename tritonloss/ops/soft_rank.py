@@ -140,9 +140,15 @@ def _soft_rank(
     similarity = kept[:, : keys.shape[0]]
     scratch = empty_scores(0 if keep else plan.block_rows, keys.shape[0], queries)
     module = backend_module(backend, queries.device)
+    mirrored = 0
     for rows, positives in plan:
         scores = similarity[rows] if keep else scratch[: len(positives.count)]
-        torch.mm(queries[rows] / temperature, keys.T, out=scores)
+        if keep and shared:
+            # S is symmetric: half of it is copied from the rows before, which are complete up to `mirrored`.
+            scores[:, :mirrored] = similarity[:mirrored, rows].T
+        torch.mm(queries[rows] / temperature, keys[mirrored:].T, out=scores[:, mirrored:])
+        if keep and shared and rows.start == mirrored:
+            mirrored = rows.stop
         module.soft_rank_forward(
             scores,
             positives,
