@@ -1,11 +1,12 @@
 """Distances and similarities between the rows of two matrices."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from tritonloss.types import accumulation_dtype, upcast
@@ -154,6 +155,27 @@ class _EuclideanDistance(torch.autograd.Function):
         grad_query = ratio.sum(1, keepdim=True) * query - ratio @ ref if query_needs_grad else None
         grad_ref = ratio.sum(0).unsqueeze(1) * ref - ratio.T @ query if ref_needs_grad else None
         return grad_query, grad_ref
+
+
+def parameters_of(distance: object) -> tuple[Tensor, ...]:
+    """The parameters of a distance; none if it is no module."""
+    return tuple(distance.parameters()) if isinstance(distance, nn.Module) else ()
+
+
+def call_with_parameters(
+    distance: Callable[..., Tensor], parameters: Sequence[Tensor], query: Tensor, ref: Tensor
+) -> Tensor:
+    """distance(query, ref) with `parameters` in place of `parameters_of(distance)`, outside autocast.
+
+    A backward pass that calls the distance again gives the gradient to the tensors that the forward pass had.
+    """
+    with torch.autocast(query.device.type, enabled=False):
+        if not parameters:
+            return distance(query, ref)
+        assert isinstance(distance, nn.Module)
+        names = [name for name, _ in distance.named_parameters()]
+        matrix: Tensor = functional_call(distance, dict(zip(names, parameters, strict=True)), (query, ref))
+        return matrix
 
 
 def is_cosine(distance: object) -> bool:

@@ -1,18 +1,19 @@
 """`soft_histogram` of scores that no matrix product gives: of any distance object, or of a list of pairs."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from tritonloss.backends import backend_module, selected_backend
-from tritonloss.distances import Distance
+from tritonloss.distances import Distance, call_with_parameters, parameters_of
 from tritonloss.ops.library import refuse_second_derivative
+from tritonloss.ops.shares import own_share
 from tritonloss.ops.soft_histogram import SoftHistograms, Tables, key_ranges, slope_tables
 from tritonloss.ops.streaming import budget_bytes, empty_scores, rows_per_block
 
@@ -21,14 +22,14 @@ from tritonloss.ops.streaming import budget_bytes, empty_scores, rows_per_block
 class ScoreBlock:
     """Scores that are computed when they are needed, and again for the backward pass.
 
-    scores: embeddings [N, D] -> [rows, columns]. ranges [rows, 4] as of `key_ranges`; column 0 is key `first`. rows:
-    those of the block, for matrices.
+    scores: embeddings [N, D], parameters of the distance -> [rows, columns]. ranges [rows, 4] as of `key_ranges`;
+    column 0 is key `first`. tables: those of the rows, where each has its own.
     """
 
-    scores: Callable[[Tensor], Tensor]
+    scores: Callable[[Tensor, Sequence[Tensor]], Tensor]
     ranges: Tensor
     first: int
-    rows: slice | None = None
+    tables: slice | None = None
 
 
 Blocks = Callable[[], Iterable[ScoreBlock]]
@@ -61,14 +62,21 @@ def distance_histogram(
     budget = budget_bytes(embeddings.device, memory_budget)
     size = rows_per_block(n, n, embeddings.itemsize, embeddings.device, budget)
     ranges = key_ranges(start, count, None, n, per_query)
+    share = own_share(n, triangular=not per_query)
+    own = slice(0, n) if share is None else share.rows
 
     def blocks() -> Iterator[ScoreBlock]:
-        for first in range(0, n, size):
-            rows = slice(first, min(first + size, n))
+        for first in range(own.start, own.stop, size):
+            rows = slice(first, min(first + size, own.stop))
             first_key = 0 if per_query else first
-            yield ScoreBlock(partial(_matrix, distance, rows, first_key), ranges[rows], first_key, rows)
+            table = slice(first - own.start, rows.stop - own.start)
+            yield ScoreBlock(partial(_matrix, distance, rows, first_key), ranges[rows], first_key, table)
 
-    return _histograms(blocks, n if per_query else 0, bins, descending, embeddings, distance)
+    n_tables = own.stop - own.start if per_query else None
+    histograms = _histograms(blocks, n_tables, bins, descending, embeddings, distance)
+    if share is None:
+        return histograms
+    return SoftHistograms(*(share.gather(sums) if per_query else share.total(sums) for sums in histograms))
 
 
 def pair_histogram(
@@ -97,7 +105,7 @@ def pair_histogram(
         blocks = partial(_dot_blocks, embeddings, left, right, ranges, budget)
     else:
         blocks = partial(_listed_blocks, embeddings, distance, left, right, n_positives, ranges, budget)
-    return _histograms(blocks, 0, bins, False, embeddings, distance)
+    return _histograms(blocks, None, bins, False, embeddings, distance)
 
 
 def _dot_blocks(
@@ -110,7 +118,7 @@ def _dot_blocks(
         yield ScoreBlock(partial(_dot_products, left[part], right[part]), ranges, first)
 
 
-def _dot_products(left: Tensor, right: Tensor, embeddings: Tensor) -> Tensor:
+def _dot_products(left: Tensor, right: Tensor, embeddings: Tensor, _: Sequence[Tensor]) -> Tensor:
     # The gradient of F.embedding is summed in a fixed order, that of an index is not.
     return (F.embedding(left, embeddings) * F.embedding(right, embeddings)).sum(1)[None]
 
@@ -137,34 +145,38 @@ def _listed_blocks(
                 yield ScoreBlock(partial(_listed, partial(_matrix, distance, rows, 0), listed), ranges, begin)
 
 
-def _listed(matrix: Callable[[Tensor], Tensor], entries: tuple[Tensor, Tensor], embeddings: Tensor) -> Tensor:
-    return matrix(embeddings)[entries][None]
+def _listed(
+    matrix: Callable[[Tensor, Sequence[Tensor]], Tensor],
+    entries: tuple[Tensor, Tensor],
+    embeddings: Tensor,
+    parameters: Sequence[Tensor],
+) -> Tensor:
+    return matrix(embeddings, parameters)[entries][None]
 
 
 def _matrix(
-    distance: Callable[[Tensor, Tensor], Tensor], rows: slice, first: int, embeddings: Tensor
+    distance: Callable[[Tensor, Tensor], Tensor],
+    rows: slice,
+    first: int,
+    embeddings: Tensor,
+    parameters: Sequence[Tensor],
 ) -> Tensor:
-    """distance(embeddings[rows], embeddings[first:]), outside autocast."""
-    with torch.autocast(embeddings.device.type, enabled=False):
-        matrix = distance(embeddings[rows], embeddings[first:])
+    """distance(embeddings[rows], embeddings[first:])."""
+    matrix = call_with_parameters(distance, parameters, embeddings[rows], embeddings[first:])
     expected = rows.stop - rows.start, embeddings.shape[0] - first
     if matrix.shape != expected:
         raise ValueError(f"distance must return shape {list(expected)}, got {list(matrix.shape)}")
     return matrix.to(embeddings.dtype)
 
 
-def _parameters(distance: Any) -> list[nn.Parameter]:
-    return list(distance.parameters()) if isinstance(distance, nn.Module) else []
-
-
 def _histograms(
-    blocks: Blocks, n_tables: int, bins: int, descending: bool, embeddings: Tensor, distance: Any
+    blocks: Blocks, n_tables: int | None, bins: int, descending: bool, embeddings: Tensor, distance: Any
 ) -> SoftHistograms:
-    """n_tables: 0 for one histogram over all blocks, else the number of rows that have their own."""
+    """n_tables: None for one histogram over all blocks, else the number of rows that have their own."""
     histograms = _BlockHistogram.apply(  # type: ignore[no-untyped-call]
-        blocks, n_tables, bins, descending, selected_backend(), embeddings, *_parameters(distance)
+        blocks, n_tables, bins, descending, selected_backend(), embeddings, *parameters_of(distance)
     )
-    return SoftHistograms(*histograms.unbind(1 if n_tables else 0))
+    return SoftHistograms(*histograms.unbind(0 if n_tables is None else 1))
 
 
 def _in_kernel_layout(scores: Tensor) -> Tensor:
@@ -178,7 +190,7 @@ class _BlockHistogram(torch.autograd.Function):
     def forward(
         ctx: Any,
         blocks: Blocks,
-        n_tables: int,
+        n_tables: int | None,
         bins: int,
         descending: bool,
         backend: str,
@@ -186,16 +198,18 @@ class _BlockHistogram(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         module = backend_module(backend, embeddings.device)
-        total = Tables(max(1, n_tables), bins, embeddings.device)
+        total = Tables(1 if n_tables is None else n_tables, bins, embeddings.device)
         for block in blocks():
-            scores = _in_kernel_layout(block.scores(embeddings))
+            scores = _in_kernel_layout(block.scores(embeddings, parameters))
             # A slice of rows: the backends add to the tables in place.
-            counts, fractions = (t[block.rows] if n_tables else t for t in (total.counts, total.fractions))
+            counts, fractions = (
+                t if n_tables is None else t[block.tables] for t in (total.counts, total.fractions)
+            )
             module.soft_histogram_forward(scores, block.ranges, block.first, descending, counts, fractions)
         ctx.save_for_backward(embeddings, *parameters)
         ctx.options = blocks, n_tables, descending, backend
         histograms = total.histograms()
-        return histograms if n_tables else histograms[0]
+        return histograms[0] if n_tables is None else histograms
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -217,20 +231,20 @@ class _BlockHistogramBackward(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         blocks, n_tables, descending, backend = options
         module = backend_module(backend, embeddings.device)
-        slopes = slope_tables(grad if n_tables else grad[None], descending, embeddings.dtype)
+        slopes = slope_tables(grad[None] if n_tables is None else grad, descending, embeddings.dtype)
         leaf = embeddings.detach().requires_grad_(needed[0])
         wanted = [tensor for tensor, need in zip((leaf, *parameters), needed, strict=True) if need]
         totals = [torch.zeros_like(tensor) for tensor in wanted]
         for block in blocks():
             with torch.enable_grad():
-                scores = block.scores(leaf)
+                scores = block.scores(leaf, parameters)
             grad_scores = empty_scores(scores.shape[0], scores.shape[1], embeddings)
             module.soft_histogram_backward(
                 _in_kernel_layout(scores.detach()),
                 block.ranges,
                 block.first,
                 descending,
-                slopes[block.rows] if n_tables else slopes,
+                slopes if n_tables is None else slopes[block.tables],
                 grad_scores,
             )
             grads = torch.autograd.grad(scores, wanted, grad_scores, allow_unused=True)

@@ -1,14 +1,16 @@
 """`proxy_logsumexp`: for every proxy, the soft maximum of the exponents of its own class and of the other classes."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tritonloss.backends import backend_module, selected_backend
-from tritonloss.distances import Distance
+from tritonloss.distances import Distance, call_with_parameters, parameters_of
 from tritonloss.ops.class_labels import class_labels
 from tritonloss.ops.library import operator, refuse_second_derivative
+from tritonloss.ops.shares import own_share, sharing
 from tritonloss.ops.streaming import (
     budget_bytes,
     empty_scores,
@@ -78,6 +80,21 @@ def proxy_logsumexp(
     if distance is not None and normalize_proxies:
         raise ValueError("normalize_proxies is for the dot product: expected False with a distance, got True")
     classes = class_labels(labels, proxies.shape[0], check=check_label_range).to(torch.int32)
+    if (share := own_share(proxies.shape[0])) is not None:
+        with sharing(None):
+            part = proxy_logsumexp(
+                embeddings,
+                proxies[share.rows],
+                classes - share.rows.start,
+                weights=weights,
+                alpha=alpha,
+                margin=margin,
+                normalize_proxies=normalize_proxies,
+                distance=distance,
+                check_label_range=False,
+                memory_budget=memory_budget,
+            )
+        return ProxyLogSumExp(*map(share.gather, part))
     budget = budget_bytes(embeddings.device, memory_budget)
     offsets = _offsets(
         embeddings, weights, -alpha * margin if _is_smaller_closer(distance) else alpha * margin
@@ -85,7 +102,7 @@ def proxy_logsumexp(
     common = embeddings, proxies, classes, offsets, float(alpha)
     if distance is not None:
         sums = _DistanceLogSumExp.apply(  # type: ignore[no-untyped-call]
-            *common, distance, budget, selected_backend(), *_parameters(distance)
+            *common, distance, budget, selected_backend(), *parameters_of(distance)
         )
         return ProxyLogSumExp(*sums)
     save = torch.is_grad_enabled() and (embeddings.requires_grad or proxies.requires_grad)
@@ -102,10 +119,6 @@ def _offsets(embeddings: Tensor, weights: Tensor | None, constant: float) -> Ten
 
 def _is_smaller_closer(distance: Distance | None) -> bool:
     return distance is not None and not distance.is_inverted
-
-
-def _parameters(distance: Distance) -> list[nn.Parameter]:
-    return list(distance.parameters()) if isinstance(distance, nn.Module) else []
 
 
 # Sizes are read from .shape: len() would turn a symbolic size into a constant and recompile for every batch size.
@@ -324,13 +337,13 @@ class _DistanceLogSumExp(torch.autograd.Function):
         module = backend_module(backend, embeddings.device)
         factor = -alpha if _is_smaller_closer(distance) else alpha
         for block in _blocks(embeddings, proxies, budget):
-            matrix = _matrix(distance, embeddings, proxies[block].to(embeddings.dtype))
+            matrix = _matrix(distance, parameters, embeddings, proxies[block].to(embeddings.dtype))
             scores = scratch[: block.stop - block.start]
             torch.mul(matrix.T, factor, out=scores)
             module.proxy_logsumexp_forward(
                 scores, block.start, classes, offsets, positive[block], negative[block]
             )
-        ctx.save_for_backward(embeddings, proxies, classes, offsets, positive, negative)
+        ctx.save_for_backward(embeddings, proxies, classes, offsets, positive, negative, *parameters)
         ctx.options = alpha, distance, budget, backend
         return positive, negative
 
@@ -338,7 +351,7 @@ class _DistanceLogSumExp(torch.autograd.Function):
     def backward(ctx: Any, grad_positive: Tensor, grad_negative: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[:2] + ctx.needs_input_grad[8:]
         grads = _DistanceLogSumExpBackward.apply(  # type: ignore[no-untyped-call]
-            grad_positive.contiguous(), grad_negative.contiguous(), *ctx.saved_tensors, *ctx.options, needed
+            grad_positive.contiguous(), grad_negative.contiguous(), needed, ctx.options, *ctx.saved_tensors
         )
         return (*grads[:2], *[None] * 6, *grads[2:])
 
@@ -351,19 +364,18 @@ class _DistanceLogSumExpBackward(torch.autograd.Function):
         ctx: Any,
         grad_positive: Tensor,
         grad_negative: Tensor,
+        needed: tuple[bool, ...],
+        options: tuple[float, Distance, int, str],
         embeddings: Tensor,
         proxies: Tensor,
         classes: Tensor,
         offsets: Tensor,
         positive: Tensor,
         negative: Tensor,
-        alpha: float,
-        distance: Distance,
-        budget: int,
-        backend: str,
-        needed: tuple[bool, ...],
+        *parameters: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        inputs = [embeddings, proxies, *_parameters(distance)]
+        alpha, distance, budget, backend = options
+        inputs = [embeddings, proxies, *parameters]
         grads = {i: torch.zeros_like(inputs[i]) for i, need in enumerate(needed) if need}
         scratch, scratch_grad = (
             empty_scores(_block_rows(embeddings, proxies, budget), embeddings.shape[0], embeddings)
@@ -379,7 +391,7 @@ class _DistanceLogSumExpBackward(torch.autograd.Function):
                 *inputs[2:],
             ]
             with torch.enable_grad():
-                matrix = _matrix(distance, leaves[0], leaves[1])
+                matrix = _matrix(distance, parameters, leaves[0], leaves[1])
             scores, grad = scratch[: len(rows)], scratch_grad[: len(rows)]
             torch.mul(matrix.detach().T, factor, out=scores)
             module.proxy_logsumexp_backward(
@@ -394,7 +406,7 @@ class _DistanceLogSumExpBackward(torch.autograd.Function):
                 grad,
             )
             wanted = [leaves[i] for i in grads]
-            with _without_autocast(embeddings):
+            with torch.autocast(embeddings.device.type, enabled=False):
                 block_grads = torch.autograd.grad(matrix, wanted, grad.mul_(factor).T, allow_unused=True)
             for (i, total), block_grad in zip(grads.items(), block_grads, strict=True):
                 if block_grad is not None:
@@ -406,16 +418,11 @@ class _DistanceLogSumExpBackward(torch.autograd.Function):
         refuse_second_derivative(ctx, *grads)
 
 
-def _matrix(distance: Distance, embeddings: Tensor, rows: Tensor) -> Tensor:
-    """distance(embeddings [N, D], a block of proxies [rows, D]): [N, rows], outside autocast."""
-    with _without_autocast(embeddings):
-        matrix = distance(embeddings, rows)
+def _matrix(distance: Distance, parameters: Sequence[Tensor], embeddings: Tensor, rows: Tensor) -> Tensor:
+    """distance(embeddings [N, D], a block of proxies [rows, D]): [N, rows]."""
+    matrix = call_with_parameters(distance, parameters, embeddings, rows)
     if matrix.shape != (embeddings.shape[0], rows.shape[0]):
         raise ValueError(
             f"distance must return shape {[embeddings.shape[0], rows.shape[0]]}, got {list(matrix.shape)}"
         )
     return matrix
-
-
-def _without_autocast(embeddings: Tensor) -> torch.autocast:
-    return torch.autocast(embeddings.device.type, enabled=False)

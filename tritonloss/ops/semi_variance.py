@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tritonloss.layout import Positives
 from tritonloss.ops.library import operator, refuse_second_derivative
+from tritonloss.ops.shares import own_share
 from tritonloss.ops.streaming import BlockPlan, budget_bytes, empty_scores, rows_per_block
 
 
@@ -45,27 +46,34 @@ def semi_variance(
     Time O(N^2 D), plain torch on every device: three passes over each block beside its matrix product. The similarity
     is not kept for the backward pass. Memory O(budget + N D).
     """
+    share = own_share(rows.shape[0])
+    own = slice(0, rows.shape[0]) if share is None else share.rows
     squares, selected, *_ = _semi_variance(
         rows,
-        start,
-        count,
+        start[own],
+        count[own],
         levels,
+        own.start,
         -1 if max_class_size is None else max_class_size,
         budget_bytes(rows.device, memory_budget),
     )
+    if share is not None:
+        squares, selected = share.total(squares), share.total(selected)
     return SemiVariance(squares, selected)
 
 
 def _deviations(
-    rows: Tensor, levels: Tensor, plan: BlockPlan
+    rows: Tensor, levels: Tensor, plan: BlockPlan, first: int
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor, Tensor]]:
     """Rows of a block; deviations of negatives [rows, N], 0 at positives; of positives [rows, width]; columns, use.
 
-    An unused slot repeats the first column of its row and that column's deviation.
+    The plan is of the rows from `first` on. An unused slot repeats the first column of its row and that column's
+    deviation.
     """
     n_keys = rows.shape[0]
     scratch = empty_scores(plan.block_rows, n_keys, rows)
-    for block, positives in plan:
+    for part, positives in plan:
+        block = slice(first + part.start, first + part.stop)
         scores = scratch[: len(positives.count)]
         torch.mm(rows[block], rows.T, out=scores)
         columns, used = _own_columns(positives, n_keys)
@@ -91,12 +99,15 @@ def _plan(rows: Tensor, start: Tensor, count: Tensor, budget: int, width: int | 
 
 @operator("semi_variance")
 def _semi_variance(
-    rows: Tensor, start: Tensor, count: Tensor, levels: Tensor, max_class_size: int, budget: int
+    rows: Tensor, start: Tensor, count: Tensor, levels: Tensor, first: int, max_class_size: int, budget: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Squares [2], selected [2], sums of the deviations [2], and [0, P] as for soft_rank."""
+    """Squares [2], selected [2], sums of the deviations [2], and [0, P] as for soft_rank.
+
+    start, count: of the rows from `first` on.
+    """
     plan = _plan(rows, start, count, budget, max_class_size if max_class_size >= 0 else None)
     sums = torch.zeros(3, 2, dtype=torch.float64, device=rows.device)
-    for _, above, below, _, used in _deviations(rows, levels, plan):
+    for _, above, below, _, used in _deviations(rows, levels, plan, first):
         for side, deviation in enumerate((below * used, above)):
             sums[1, side] += deviation.count_nonzero()
             sums[2, side] += deviation.sum()
@@ -107,7 +118,7 @@ def _semi_variance(
 
 @_semi_variance.register_fake
 def _(
-    rows: Tensor, start: Tensor, count: Tensor, levels: Tensor, max_class_size: int, budget: int
+    rows: Tensor, start: Tensor, count: Tensor, levels: Tensor, first: int, max_class_size: int, budget: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     largest: Any = max_class_size
     if max_class_size < 0:
@@ -124,12 +135,13 @@ def _semi_variance_backward(
     levels: Tensor,
     total: Tensor,
     extent: Tensor,
+    first: int,
     budget: int,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the rows [N, D] and of the levels [2]."""
     grad_rows = torch.zeros_like(rows)
     plan = _plan(rows, start, count, budget, extent.shape[1])
-    for block, above, below, columns, _ in _deviations(rows, levels, plan):
+    for block, above, below, columns, _ in _deviations(rows, levels, plan, first):
         grad = above.mul_(grad_squares[1]).scatter_(1, columns, below.mul_(-grad_squares[0]))
         grad_rows[block].addmm_(grad, rows)
         grad_rows.addmm_(grad.T, rows[block])
@@ -145,24 +157,25 @@ def _(
     levels: Tensor,
     total: Tensor,
     extent: Tensor,
+    first: int,
     budget: int,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(rows), torch.empty_like(levels)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    rows, start, count, levels, _, budget = inputs
+    rows, start, count, levels, first, _, budget = inputs
     _, selected, total, extent = output
     ctx.save_for_backward(rows, start, count, levels, total, extent)
-    ctx.budget = budget
+    ctx.options = first, budget
     ctx.mark_non_differentiable(selected, total, extent)
 
 
 def _backward(ctx: Any, grad_squares: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     grad_rows, grad_levels = _semi_variance_backward(
-        grad_squares.contiguous(), *ctx.saved_tensors, ctx.budget
+        grad_squares.contiguous(), *ctx.saved_tensors, *ctx.options
     )
-    return grad_rows, None, None, grad_levels, None, None
+    return grad_rows, None, None, grad_levels, None, None, None
 
 
 _semi_variance.register_autograd(_backward, setup_context=_save_for_backward)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tritonloss.backends import backend_module, selected_backend
 from tritonloss.ops.library import operator, refuse_second_derivative
+from tritonloss.ops.shares import Share, own_share, sharing
 from tritonloss.ops.streaming import (
     MIN_ROWS,
     ROW_STRIDE_UNIT,
@@ -78,6 +79,12 @@ def soft_histogram(
         raise ValueError(
             f"position is None for {queries.shape[0]} queries and {keys.shape[0]} keys: expected as many keys"
         )
+    halves = position is None and not per_query
+    if (share := own_share(queries.shape[0], triangular=halves)) is not None:
+        options = {"per_query": per_query, "descending": descending, "memory_budget": memory_budget}
+        with sharing(None):
+            part = _histograms_of_share(share, queries, keys, start, count, bins, position, halves, options)
+        return SoftHistograms(*(share.gather(sums) if per_query else share.total(sums) for sums in part))
     histograms, _ = _soft_histogram(
         queries,
         keys,
@@ -92,6 +99,29 @@ def soft_histogram(
         selected_backend(),
     )
     return SoftHistograms(*histograms.unbind(1 if per_query else 0))
+
+
+def _histograms_of_share(
+    share: Share,
+    queries: Tensor,
+    keys: Tensor,
+    start: Tensor,
+    count: Tensor,
+    bins: int,
+    position: Tensor | None,
+    halves: bool,
+    options: dict[str, Any],
+) -> SoftHistograms:
+    own, first = share.rows, share.rows.start
+    if halves:
+        # The first query of the share becomes the first key: no query is paired with a key before itself.
+        stop = start[own] + count[own] - first
+        start = (start[own] - first).clamp(min=0)
+        count = torch.where(count[own] > 0, stop - start, 0)
+        return soft_histogram(queries[own], keys[first:], start, count, bins, **options)
+    if position is None:
+        position = torch.arange(queries.shape[0], device=queries.device)
+    return soft_histogram(queries[own], keys, start[own], count[own], bins, position=position[own], **options)
 
 
 def running_sum(values: Tensor) -> Tensor:

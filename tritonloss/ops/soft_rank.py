@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tritonloss.backends import backend_module, selected_backend
 from tritonloss.ops.library import operator, refuse_second_derivative
+from tritonloss.ops.shares import own_share, sharing
 from tritonloss.ops.streaming import (
     BlockPlan,
     budget_bytes,
@@ -76,6 +77,25 @@ def soft_rank(
         raise ValueError(f"surrogate is {surrogate!r}: expected one of {', '.join(SURROGATES)}")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}: expected a number above 0")
+    if (share := own_share(queries.shape[0])) is not None:
+        # The numbers of pairs are read for the exchange anyway, so that a bound has nothing to replace.
+        with sharing(None):
+            part = soft_rank(
+                queries[share.rows],
+                keys,
+                start[share.rows],
+                count[share.rows],
+                surrogate=surrogate,
+                temperature=temperature,
+                positive_ranks=positive_ranks,
+                memory_budget=memory_budget,
+            )
+        ranks, scores, among = part
+        return SoftRanks(
+            share.gather_segments(ranks, count),
+            share.gather_segments(scores, count),
+            None if among is None else share.gather_segments(among, count),
+        )
     ranks, scores, among, *_ = _soft_rank(
         queries,
         keys,

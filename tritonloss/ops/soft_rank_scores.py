@@ -9,6 +9,7 @@ from torch import Tensor
 from tritonloss.backends import backend_module, selected_backend
 from tritonloss.layout import Positives
 from tritonloss.ops.library import operator, refuse_second_derivative
+from tritonloss.ops.shares import own_share, sharing
 from tritonloss.ops.soft_rank import SURROGATES, SoftRanks
 from tritonloss.ops.streaming import BlockPlan, budget_bytes, empty_scores, rows_per_block
 
@@ -48,6 +49,18 @@ def soft_rank_scores(
         raise ValueError(f"surrogate is {surrogate!r}: expected one of {', '.join(SURROGATES)}")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}: expected a number above 0")
+    if (share := own_share(scores.shape[0])) is not None:
+        with sharing(None):
+            part = soft_rank_scores(
+                scores[share.rows],
+                positives[share.rows],
+                negatives[share.rows],
+                surrogate=surrogate,
+                temperature=temperature,
+                memory_budget=memory_budget,
+            )
+        count = positives.sum(1)
+        return SoftRanks(*(share.gather_segments(sums, count) for sums in (part.ranks, part.scores)))
     ranks, positive_scores, *_ = _soft_rank_scores(
         scores,
         positives,
