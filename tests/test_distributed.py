@@ -24,6 +24,9 @@ from tritonloss.backends import backend_module
 from tritonloss.distributed import DistributedLoss
 from tritonloss.ops.shares import own_share
 
+# One worker of pytest-xdist runs these tests, so that each group of processes starts once.
+pytestmark = pytest.mark.xdist_group("processes")
+
 N_CLASSES, DIM = 6, 5
 # Rows of each rank: unequal, and none.
 SIZES = {2: [11, 18], 3: [0, 17, 12], 4: [9, 1, 0, 19]}
@@ -361,11 +364,7 @@ def proxies_of_rank_0() -> Tensor:
 # --- the tests ---
 
 
-@pytest.fixture(
-    scope="module",
-    # One worker of pytest-xdist runs all tests of a group of processes, which start once.
-    params=[pytest.param(world, marks=pytest.mark.xdist_group(f"{world} processes")) for world in SIZES],
-)
+@pytest.fixture(scope="module", params=sorted(SIZES))
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What `every_case` returned in each process of a group."""
     return run_processes(request.param, every_case, tmp_path_factory.mktemp("ranks"))
