@@ -14,7 +14,8 @@ test: $(VENV)/.test
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m pytest -n 2 --dist loadgroup $(ARGS)
+	# By file: what a file's tests share, such as a group of processes, is made once.
+	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 bench: $(VENV)/.bench
 	$(PY) -m bench $(ARGS)

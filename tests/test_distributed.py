@@ -24,9 +24,6 @@ from tritonloss.backends import backend_module
 from tritonloss.distributed import DistributedLoss
 from tritonloss.ops.shares import own_share
 
-# One worker of pytest-xdist runs these tests, so that each group of processes starts once.
-pytestmark = pytest.mark.xdist_group("processes")
-
 N_CLASSES, DIM = 6, 5
 # Rows of each rank: unequal, and none.
 SIZES = {2: [11, 18], 3: [0, 17, 12], 4: [9, 1, 0, 19]}
