@@ -5,6 +5,7 @@ precision and recall@1 before and after, and saves a picture of the learning cur
 """
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -14,13 +15,16 @@ from pathlib import Path
 from typing import get_args
 
 import torch
+import torch.distributed as dist
 from evaluation import Retrieval, embed, retrieval, save_picture
 from glyphs import balanced_batches, distort, load_glyphs
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from tritonloss import losses
 from tritonloss.backends import resolve_backend, selected_backend
+from tritonloss.distributed import DistributedLoss
 from tritonloss.types import PNPVariant
 
 EMBEDDING_SIZE = 128
@@ -72,10 +76,13 @@ def arguments() -> argparse.Namespace:
 
 
 def convolutional_network() -> nn.Sequential:
-    """[N, 1, 28, 28] to [N, EMBEDDING_SIZE]: 28 -> 14 -> 7 -> 3 pixels a side."""
+    """[N, 1, 28, 28] to [N, EMBEDDING_SIZE]: 28 -> 14 -> 7 -> 3 pixels a side.
+
+    Each image is normalised by itself: what a process makes of its images does not depend on those of others.
+    """
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise((1, 32, 64, 128)):
-        layers += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.GroupNorm(1, outputs), nn.ReLU()]
         layers += [nn.MaxPool2d(2)]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 3 * 3, EMBEDDING_SIZE))
 
@@ -91,8 +98,20 @@ def peak_memory(device: torch.device) -> str:
     return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20:.0f} MiB resident (all of the process)"
 
 
+def join_processes(args: argparse.Namespace) -> tuple[int, int]:
+    """The rank of this process and their number: those of torchrun, which sets the environment, or 0 and 1."""
+    if "WORLD_SIZE" not in os.environ:
+        return 0, 1
+    if args.device == "cuda":
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(args.device)
+    dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
+    return dist.get_rank(), dist.get_world_size()
+
+
 def main() -> None:
     args = arguments()
+    rank, processes = join_processes(args)
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
     train, unseen = load_glyphs(device)
@@ -104,7 +123,9 @@ def main() -> None:
     batches = balanced_batches(train.labels, batch_classes, args.images_per_class, args.seed)
 
     network = convolutional_network().to(device, memory_format=torch.channels_last)
-    criterion = LOSSES[args.loss](args, classes, EMBEDDING_SIZE).to(device)
+    model = network if processes == 1 else DistributedDataParallel(network)
+    loss_function = LOSSES[args.loss](args, classes, EMBEDDING_SIZE).to(device)
+    criterion = DistributedLoss(loss_function)
     optimizer = torch.optim.AdamW([*network.parameters(), *criterion.parameters()], lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=args.steps)
 
@@ -113,12 +134,17 @@ def main() -> None:
 
     raw = retrieval(unseen.images, unseen.labels)
     scores, values, seconds = {0: evaluate()}, [], []
-    print(f"raw pixels         {raw}\nuntrained network  {scores[0]}")
-    bar = tqdm(range(1, args.steps + 1), desc=args.loss, unit="step")
+    if rank == 0:
+        print(f"raw pixels         {raw}\nuntrained network  {scores[0]}")
+    bar = tqdm(range(1, args.steps + 1), desc=args.loss, unit="step", disable=rank > 0)
     for step in bar:
         start = time.perf_counter()
         rows = next(batches).to(device)
-        loss = criterion(network(distort(train.images[rows])), train.labels[rows])
+        # Every process distorts the whole batch, so that its part is the same whatever their number.
+        images, labels = (
+            part.tensor_split(processes)[rank] for part in (distort(train.images[rows]), train.labels[rows])
+        )
+        loss = criterion(model(images), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -129,6 +155,10 @@ def main() -> None:
             scores[step] = evaluate()
         bar.set_postfix(loss=f"{values[-1]:.3f}", mAP=f"{scores[max(scores)].mean_average_precision:.3f}")
 
+    if processes > 1:
+        dist.destroy_process_group()
+    if rank > 0:
+        return
     before, after = scores[0], scores[args.steps]
     print(f"trained network    {after}")
     (queries,) = islice(balanced_batches(unseen.labels, 10, 1, args.seed), 1)
@@ -141,7 +171,7 @@ def main() -> None:
         f"recall@1 {before.recall_at_1:.3f} -> {after.recall_at_1:.3f}\n"
         f"time: {args.steps} steps in {sum(seconds):.1f} s, {statistics.median(seconds):.4f} s a step (median)\n"
         f"peak memory: {peak_memory(device)}\n"
-        f"loss: {type(criterion).__name__} on {device}, backend {resolve_backend(selected_backend(), device)}\n"
+        f"loss: {type(loss_function).__name__} on {device}, backend {resolve_backend(selected_backend(), device)}\n"
         f"picture: {args.output}"
     )
 

@@ -195,6 +195,21 @@ def test_training_improves_unseen_characters_and_draws_a_picture(tmp_path: Path)
         assert pixels > 500  # a frame is 240 pixels before scaling
 
 
+@pytest.mark.parametrize("loss", ["proxy-anchor"])
+def test_two_processes_have_the_curve_of_one(tmp_path: Path, loss: str) -> None:
+    options = ["--loss", loss, "--steps", "6", "--batch-size", "64", "--device", "cpu"]
+    curves = []
+    for launch in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]):
+        command = [sys.executable, *launch, str(ROOT / "examples" / "train.py"), *options]
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.count("gain: ") == 1
+        curves.append([float(value) for value in dict.fromkeys(re.findall(r"loss=(\d+\.\d+)", run.stderr))])
+    assert len(curves[0]) == 6
+    # Three digits are printed; float32 sums in another order differ by 1e-6, which six steps of AdamW amplify.
+    assert curves[1] == pytest.approx(curves[0], rel=5e-3)
+
+
 def test_parameters_of_a_loss_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Proxies(nn.Module):
         def __init__(self, classes: int, size: int) -> None:
