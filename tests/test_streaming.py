@@ -1,0 +1,46 @@
+"""How many rows a block of similarities has."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tritonloss.ops.streaming import rows_per_block
+
+MEBIBYTE = 2**20
+ROW = 4 * 4096  # bytes of a row of 4096 float32
+
+
+def rows(kind: str, *, n: int = 10**6, columns: int = 4096, budget: int = 2**40) -> int:
+    return rows_per_block(n, columns, 4, torch.device(kind), budget)
+
+
+@pytest.mark.parametrize(
+    ("cache", "block"), [(4, 16), (32, 16), (40, 20), (50, 25), (126, 63), (128, 64), (256, 64)]
+)
+def test_block_is_half_of_the_l2_cache_of_a_gpu(
+    cache: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def properties(device: torch.device) -> SimpleNamespace:
+        asked.append(device)
+        return SimpleNamespace(L2_cache_size=cache * MEBIBYTE)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    assert rows("cuda:1") == block * MEBIBYTE // ROW
+    assert asked == [torch.device("cuda", 1)]
+    assert rows("cuda", columns=2**24) == 64  # fewer would starve the GEMM
+
+
+def test_block_on_a_cpu() -> None:
+    assert rows("cpu") == 2 * MEBIBYTE // ROW
+    assert rows("cpu", columns=2**24) == 16
+
+
+def test_block_is_bounded_by_the_budget_and_the_rows() -> None:
+    assert rows("cpu", budget=5 * ROW + 1) == 5
+    assert rows("cpu", budget=1) == 1
+    assert rows("cpu", n=7) == 7
+    assert rows("cpu", n=0) == 1
+    assert rows("cpu", n=3, columns=0) == 3
