@@ -5,7 +5,6 @@ Names of benchmarks choose some of them; other arguments go to pytest.
 
 import importlib
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,9 +23,14 @@ def main() -> None:
         run(name, options)
 
 
-def run(name: str, options: list[str]) -> None:
-    machine = re.sub(r"[^a-z0-9]+", "-", report.machine().lower()).strip("-")
-    file = RESULTS / f"{name.replace('_', '-')}-{machine}.json"
+def file_name(benchmark: str) -> str:
+    """Of the results of this machine."""
+    return f"{benchmark.replace('_', '-')}-{report.slug(report.machine())}.json"
+
+
+def run(name: str, options: list[str], folder: Path = RESULTS) -> None:
+    """Measure, write the JSON and the Markdown into `folder`, and print the latter."""
+    file = folder / file_name(name)
     command = [
         sys.executable,
         "-m",

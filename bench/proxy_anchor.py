@@ -15,7 +15,7 @@ AXES = ("N", "C")
 IMPLEMENTATIONS: dict[str, Callable[[int], nn.Module]] = {
     "tritonloss": lambda n_classes: ProxyAnchorLoss(n_classes, DIMENSION),
     "pml 2.9.0": lambda n_classes: rivals.pml_proxy_anchor(n_classes, DIMENSION),
-    "dense, compiled": lambda n_classes: rivals.CompiledProxyAnchor(n_classes, DIMENSION),
+    "dense, compiled": lambda n_classes: rivals.ProxyAnchorDense(n_classes, DIMENSION, compiled=True),
 }
 ALL = tuple((n, n_classes) for n in (1024, 4096) for n_classes in (1000, 10000, 100000))
 SIZES = {

@@ -5,6 +5,7 @@ A benchmark is a module: SUBJECT says what is measured, AXES names the sizes, SI
 """
 
 import platform
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +33,11 @@ def machine() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return f"{models[0] if models else platform.machine()}, {torch.get_num_threads()} cores"
+
+
+def slug(name: str) -> str:
+    """A machine's name as part of a file's name."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def rows(case: ModuleType, results: dict[str, Any]) -> Table:

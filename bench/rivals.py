@@ -1,9 +1,21 @@
-"""What others would write: the comparisons of the benchmark."""
+"""What others would write: the comparisons of the benchmark. Only those named `pml_` need pytorch-metric-learning."""
+
+import importlib
+from typing import Any
 
 import torch
-from pytorch_metric_learning import losses as pml_losses
 from torch import Tensor
 from torch.nn import functional as F
+
+
+def pnp_dense(embeddings: Tensor, labels: Tensor) -> Tensor:
+    """PNP-O as pytorch-metric-learning goes about it: the N x N x N cube of differences. Every row needs a positive."""
+    rows = F.normalize(embeddings, dim=1)
+    similarity = rows @ rows.T
+    same = labels[:, None] == labels
+    above = torch.sigmoid((similarity[:, None, :] - similarity[:, :, None]) / 0.01)
+    ranks = (above * ~same[:, None, :]).sum(2)
+    return ((ranks * same).sum(1) / same.sum(1)).mean()
 
 
 def pnp_gathered(embeddings: Tensor, labels: Tensor) -> Tensor:
@@ -20,12 +32,17 @@ def pnp_gathered(embeddings: Tensor, labels: Tensor) -> Tensor:
     return above.masked_fill((labels[:, None] == labels)[:, None, :], 0).sum(2).mean()
 
 
+def pml(loss: str, *arguments: Any, **options: Any) -> torch.nn.Module:
+    """A criterion of pytorch-metric-learning, which need not be installed for the other rivals."""
+    return getattr(importlib.import_module("pytorch_metric_learning.losses"), loss)(*arguments, **options)
+
+
 def pml_pnp() -> torch.nn.Module:
-    return pml_losses.PNPLoss()
+    return pml("PNPLoss")
 
 
 def pml_proxy_anchor(n_classes: int, dimension: int) -> torch.nn.Module:
-    return pml_losses.ProxyAnchorLoss(n_classes, dimension)
+    return pml("ProxyAnchorLoss", n_classes, dimension)
 
 
 def proxy_anchor_dense(embeddings: Tensor, labels: Tensor, proxies: Tensor) -> Tensor:
@@ -39,20 +56,32 @@ def proxy_anchor_dense(embeddings: Tensor, labels: Tensor, proxies: Tensor) -> T
     return positive.sum() / is_own.any(0).sum() + negative.mean()
 
 
-class CompiledProxyAnchor(torch.nn.Module):
-    """`proxy_anchor_dense` with its proxies, under torch.compile."""
+class ProxyAnchorDense(torch.nn.Module):
+    """`proxy_anchor_dense` with its proxies, eager or under torch.compile."""
 
-    def __init__(self, n_classes: int, dimension: int) -> None:
+    def __init__(self, n_classes: int, dimension: int, compiled: bool) -> None:
         super().__init__()
         self.proxies = torch.nn.Parameter(torch.empty(n_classes, dimension))
-        self.compiled = torch.compile(proxy_anchor_dense, dynamic=False)
+        self.loss = torch.compile(proxy_anchor_dense, dynamic=False) if compiled else proxy_anchor_dense
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        return self.compiled(embeddings, labels, self.proxies)
+        return self.loss(embeddings, labels, self.proxies)
 
 
 def pml_smooth_ap() -> torch.nn.Module:
-    return pml_losses.SmoothAPLoss()
+    return pml("SmoothAPLoss")
+
+
+def smooth_ap_dense(embeddings: Tensor, labels: Tensor) -> Tensor:
+    """SmoothAP with the N x N x N cube of differences, in plain torch. Every row needs a positive."""
+    rows = F.normalize(embeddings, dim=1)
+    similarity = rows @ rows.T
+    same = labels[:, None] == labels
+    steps = torch.sigmoid((similarity[:, None, :] - similarity[:, :, None]) / 0.01)
+    # A positive stands 1/2 above itself: with another 1/2 it counts itself once.
+    among = (steps * same[:, None, :]).sum(2) + 0.5
+    precision = among / (among + (steps * ~same[:, None, :]).sum(2))
+    return 1 - ((precision * same).sum(1) / same.sum(1)).mean()
 
 
 def smooth_ap_gathered(embeddings: Tensor, labels: Tensor) -> Tensor:
@@ -146,8 +175,8 @@ def fastap_dense(embeddings: Tensor, labels: Tensor) -> Tensor:
 
 
 def pml_histogram() -> torch.nn.Module:
-    return pml_losses.HistogramLoss(n_bins=100)
+    return pml("HistogramLoss", n_bins=100)
 
 
 def pml_fastap() -> torch.nn.Module:
-    return pml_losses.FastAPLoss()
+    return pml("FastAPLoss")
