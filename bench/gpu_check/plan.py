@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from bench import rivals
 from tritonloss import losses
 
-OURS, FLOOR = "tritonloss", "GEMMs alone"
+OURS, FLOOR, PRECISION = "tritonloss", "GEMMs alone", "precision"
 GEMM_BLOCK_BYTES = 2**30
 
 Size = tuple[int, ...]  # (N,), with proxies (N, C)
@@ -50,6 +50,7 @@ class Plan(NamedTuple):
     batches: tuple[int, ...]
     proxies: tuple[Size, ...]
     check_batches: tuple[int, ...]
+    precision_batch: int
     compiled: bool
 
 
@@ -67,9 +68,17 @@ PLANS = {
         batches=(1024, 4096, 16384, 32768),
         proxies=tuple((n, c) for c in (10_000, 100_000, 1_000_000) for n in (4096, 16384)),
         check_batches=(129, 260),
+        precision_batch=2048,
         compiled=True,
     ),
-    "tiny": Plan(dimension=16, batches=(32,), proxies=((32, 12),), check_batches=(23,), compiled=False),
+    "tiny": Plan(
+        dimension=16,
+        batches=(32,),
+        proxies=((32, 12),),
+        check_batches=(23,),
+        precision_batch=16,
+        compiled=False,
+    ),
 }
 
 
@@ -166,6 +175,7 @@ def _in_order(plan: Plan) -> Iterator[Cell]:
         yield from of(loss, "eager")
     for loss in LOSSES:
         yield from of(loss, OURS, FLOOR, matmul="high")
+    yield Cell(PRECISION, PRECISION, (plan.precision_batch,))
     for loss, case in LOSSES.items():
         if "dense" in case.rivals:
             yield from of(loss, "dense")

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from bench.gpu_check.plan import FLOOR, LOSSES, OURS, PLANS, Cell, Plan, Size, sizes
+from bench import precision
+from bench.gpu_check.plan import FLOOR, LOSSES, OURS, PLANS, PRECISION, Cell, Plan, Size, sizes
 from bench.report import MEBIBYTE, Row, Table
 
 METHOD = """\
@@ -44,6 +45,9 @@ def _lines(results: dict[str, Any]) -> Iterator[str]:
         if results["checks"].get(loss, {"passed": False})["passed"]:
             yield ""
             yield from _table(loss, plan, results["cells"])
+    found = results["cells"].get(Cell(PRECISION, PRECISION, (plan.precision_batch,)).key, {})
+    if "errors" in found:
+        yield from ["", "## Precision of the GEMMs", "", *precision.markdown(found)]
     if results["tuned"]:
         yield from ["", "Tuned configurations:", "", "```", *results["tuned"], "```"]
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench import precision
 from bench.gpu_check import checks, results
-from bench.gpu_check.plan import FLOOR, LOSSES, OURS, PLANS, Cell, Plan, Step, cells, step
+from bench.gpu_check.plan import FLOOR, LOSSES, OURS, PLANS, PRECISION, Cell, Plan, Step, cells, step
 from tritonloss.__main__ import tuned_configurations
 
 NEW_PROCESS = 3
@@ -60,6 +61,8 @@ def clear(step: Step) -> None:
 
 def measure(cell: Cell, plan: Plan, device: str) -> dict[str, Any]:
     """Median seconds, peak bytes above the inputs (on a GPU), and what the values are compared by."""
+    if cell.name == PRECISION:
+        return precision.measure(cell.size[0], max(plan.batches), plan.dimension, device)
     torch.set_float32_matmul_precision(cell.matmul)
     if cell.name == "compiled":
         torch.compiler.reset()  # it gives up on a function that was compiled for many sizes
@@ -104,7 +107,7 @@ def peak_bytes(run: Step) -> int:
 
 def does_not_fit(cell: Cell, device: str) -> str | None:
     """Why a rival is not tried: by its estimate it would take more than there is."""
-    if device != "cuda" or cell.name in (OURS, FLOOR):
+    if device != "cuda" or cell.loss not in LOSSES or cell.name == OURS:
         return None
     needed, free = LOSSES[cell.loss].rivals[cell.name].bytes_needed(cell.size), torch.cuda.mem_get_info()[0]
     return f"about {needed / 2**30:.0f} GiB: does not fit" if needed > ROOM * free else None
@@ -148,7 +151,7 @@ def main() -> None:
     for cell in cells(plan):
         if time.monotonic() > deadline:
             break
-        if cell.name != FLOOR and cell.loss not in found["checks"]:
+        if cell.loss in LOSSES and cell.loss not in found["checks"]:
             begin(f"check {cell.loss}")
             torch.set_float32_matmul_precision("highest")
             try:

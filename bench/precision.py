@@ -1,0 +1,206 @@
+"""`python -m bench.precision`: what the precision of the GEMMs costs PNP, as Markdown in bench/results.
+
+Similarities and the two products of their gradient are computed in each mode from float32 rows, everything else in
+float64, and compared with float64 throughout. Without a GPU the modes are emulated: operands are rounded as the tensor
+cores round them, products and sums are those of float32. On CUDA the real modes are used and one product is timed.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from bench import report
+from bench.__main__ import RESULTS
+
+TEMPERATURE = 0.01
+PER_CLASS = 4
+TF32_DROPPED_BITS = 13
+TIMED_ROUNDS = 10
+# R below this is 0 for every loss: errors are relative to the larger of both.
+LEAST_RANK = 1e-3
+
+Product = Callable[[Tensor, Tensor], Tensor]  # a [m, k], b [n, k] to a @ b.T [m, n]
+
+# The length of the noise that is added to the unit vector of the class, none for noise alone: the cosine of two of a
+# class is about 0, 0.17 and 0.31, and the median of R about 1000, 0.3 and 4e-7.
+DATA = {"random": None, "half trained": 2.2, "trained": 1.5}
+
+
+class Error(NamedTuple):
+    """Relative errors: of R, median and largest; of the gradient of the normalised rows, by its norm."""
+
+    median_rank: float
+    largest_rank: float
+    gradient: float
+
+
+def rounded_to_tf32(x: Tensor) -> Tensor:
+    """float32 with 10 bits of mantissa, ties to even."""
+    bits = x.contiguous().view(torch.int32)
+    half = (1 << (TF32_DROPPED_BITS - 1)) - 1
+    bits = bits + half + ((bits >> TF32_DROPPED_BITS) & 1)
+    return (bits >> TF32_DROPPED_BITS << TF32_DROPPED_BITS).view(torch.float32)
+
+
+def ieee(a: Tensor, b: Tensor) -> Tensor:
+    return with_switch("highest", a, b)
+
+
+def tf32(a: Tensor, b: Tensor) -> Tensor:
+    if a.is_cuda:
+        return with_switch("high", a, b)
+    return rounded_to_tf32(a) @ rounded_to_tf32(b).T
+
+
+def bf16x3(a: Tensor, b: Tensor) -> Tensor:
+    """hi hi + hi lo + lo hi, as one product over three times the inner dimension."""
+    (a_hi, a_lo), (b_hi, b_lo) = halves(a), halves(b)
+    return bf16_product(torch.cat([a_hi, a_hi, a_lo], 1), torch.cat([b_hi, b_lo, b_hi], 1))
+
+
+def bf16(a: Tensor, b: Tensor) -> Tensor:
+    return bf16_product(a.bfloat16(), b.bfloat16())
+
+
+MODES: dict[str, Product] = {"IEEE float32": ieee, "bf16x3": bf16x3, "TF32": tf32, "bfloat16": bf16}
+
+
+def with_switch(precision: str, a: Tensor, b: Tensor) -> Tensor:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    product = a @ b.T
+    torch.set_float32_matmul_precision(before)
+    return product
+
+
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x as the sum of two bfloat16, but for 2^-17 of it."""
+    hi = x.bfloat16()
+    return hi, (x - hi.float()).bfloat16()
+
+
+def bf16_product(a: Tensor, b: Tensor) -> Tensor:
+    """bfloat16 operands, float32 sums and result; on CUDA with torch 2.8 or later."""
+    if a.is_cuda:
+        return torch.mm(a, b.T, out_dtype=torch.float32)
+    return a.float() @ b.float().T
+
+
+def unit_rows(data: str, n: int, dimension: int, device: str) -> Tensor:
+    """[n, D] float32 of unit length, PER_CLASS neighbours of a class."""
+    generator = torch.Generator().manual_seed(0)
+    noise = F.normalize(torch.randn(n, dimension, generator=generator, dtype=torch.float64), dim=1)
+    length = DATA[data]
+    if length is not None:
+        centres = torch.randn(n // PER_CLASS, dimension, generator=generator, dtype=torch.float64)
+        noise = F.normalize(centres, dim=1).repeat_interleave(PER_CLASS, 0) + length * noise
+    return F.normalize(noise, dim=1).float().to(device)
+
+
+def ranks_and_slopes(similarity: Tensor) -> tuple[Tensor, Tensor]:
+    """R [n, PER_CLASS] and the gradient [n, n] of PNP-O by the similarity, in float64."""
+    leaf = similarity.double().requires_grad_()
+    n = leaf.shape[0]
+    own = torch.arange(n, device=leaf.device)[:, None] // PER_CLASS * PER_CLASS
+    own = own + torch.arange(PER_CLASS, device=leaf.device)
+    above = torch.sigmoid((leaf[:, None, :] - leaf.gather(1, own)[:, :, None]) / TEMPERATURE)
+    ranks = above.scatter(2, own[:, None, :].expand(-1, PER_CLASS, -1), 0).sum(2)
+    (slopes,) = torch.autograd.grad(ranks.mean(), leaf)
+    return ranks.detach(), slopes
+
+
+def gradient(slopes: Tensor, rows: Tensor, product: Product) -> Tensor:
+    """Of the normalised rows [n, D]: G X + G^T X."""
+    columns = rows.T.contiguous()
+    return product(slopes, columns) + product(slopes.T.contiguous(), columns)
+
+
+def errors(rows: Tensor) -> dict[str, Error]:
+    """Of each mode, for rows [n, D] float32 of unit length."""
+    exact = rows.double()
+    ranks, slopes = ranks_and_slopes(exact @ exact.T)
+    grad = gradient(slopes, exact, lambda a, b: a @ b.T)
+    found = {}
+    for mode, product in MODES.items():
+        its_ranks, its_slopes = ranks_and_slopes(product(rows, rows))
+        its_grad = gradient(its_slopes.float(), rows, product).double()
+        off = (its_ranks - ranks).abs() / ranks.clamp(min=LEAST_RANK)
+        found[mode] = Error(
+            float(off.median()), float(off.max()), float((its_grad - grad).norm() / grad.norm())
+        )
+    return found
+
+
+def milliseconds(n: int, dimension: int) -> dict[str, float]:
+    """Of one product [n, D] x [D, n] in each mode on a GPU, with the splitting of operands."""
+    rows = F.normalize(torch.randn(n, dimension, device="cuda"), dim=1)
+    return {mode: timed(product, rows) for mode, product in MODES.items()}
+
+
+def timed(product: Product, rows: Tensor) -> float:
+    times = []
+    for _ in range(TIMED_ROUNDS + 2):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        product(rows, rows)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times[2:])
+
+
+def measure(n: int, timed_n: int, dimension: int, device: str) -> dict[str, Any]:
+    """Everything, as JSON holds it: the sizes, the errors of each mode on each kind of data, milliseconds on a GPU."""
+    found = {data: errors(unit_rows(data, n, dimension, device)) for data in DATA}
+    return {
+        "N": n,
+        "D": dimension,
+        "timed N": timed_n,
+        "errors": {data: {mode: error._asdict() for mode, error in of.items()} for data, of in found.items()},
+        "milliseconds": milliseconds(timed_n, dimension) if device == "cuda" else {},
+    }
+
+
+def markdown(results: dict[str, Any]) -> Iterator[str]:
+    """A sentence, then one row for each mode and kind of data."""
+    times = results["milliseconds"]
+    yield (
+        f"Relative error of R (of {LEAST_RANK:g} where R is less) and of the gradient of PNP by the precision of the "
+        f"GEMMs; temperature {TEMPERATURE}, N = {results['N']}, D = {results['D']}, four per class; "
+        + (f"ms of one product at N = {results['timed N']}." if times else "modes emulated.")
+    )
+    columns = ["GEMMs", "embeddings", "R, median", "R, largest", "gradient", *(["ms"] if times else [])]
+    yield ""
+    yield "| " + " | ".join(columns) + " |"
+    yield "|---" * len(columns) + "|"
+    for mode in MODES:
+        for data, found in results["errors"].items():
+            cells = [mode, data, *(f"{error:.1e}" for error in found[mode].values())]
+            yield "| " + " | ".join([*cells, *([f"{times[mode]:.3g}"] if times else [])]) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.precision", description=__doc__)
+    parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument("--timed-batch", type=int, default=16384, help="on a GPU")
+    parser.add_argument("--dimension", type=int, default=512)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    results = measure(options.batch, options.timed_batch, options.dimension, device)
+    machine = f"{report.machine()}, torch {torch.__version__}."
+    file = options.out / f"precision-{report.slug(report.machine())}.md"
+    file.write_text("\n".join([*markdown(results), "", machine]) + "\n")
+    file.with_suffix(".json").write_text(json.dumps({"machine": machine, **results}, indent=1) + "\n")
+    print(file.read_text())
+
+
+if __name__ == "__main__":
+    main()
