@@ -68,9 +68,9 @@ def test(file: Path, options: argparse.Namespace, deadline: float) -> None:
     found = results.load(file)
     if found["tests"].get("finished") and not found["tests"]["failed"]:
         return
-    outcomes = file.with_suffix(".tests")
-    if options.fresh or (not found["cells"] and not found["tests"]):
-        outcomes.unlink(missing_ok=True)  # of other code
+    outcomes = file.with_name(f"{file.stem}-{found['identity']['source']}.tests")
+    if options.fresh:
+        outcomes.unlink(missing_ok=True)
     chosen = pytests.files() if options.tests is None else options.tests
     seconds = min(options.test_seconds, deadline - time.monotonic())
     found["tests"] = pytests.run(chosen, options.device, outcomes, seconds)

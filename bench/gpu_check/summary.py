@@ -48,6 +48,8 @@ def _lines(results: dict[str, Any]) -> Iterator[str]:
     found = results["cells"].get(Cell(PRECISION, PRECISION, (plan.precision_batch,)).key, {})
     if "errors" in found:
         yield from ["", "## Precision of the GEMMs", "", *precision.markdown(found)]
+    elif "failed" in found:
+        yield from ["", f"Precision of the GEMMs: {found['failed']}"]
     if results["tuned"]:
         yield from ["", "Tuned configurations:", "", "```", *results["tuned"], "```"]
 
