@@ -17,7 +17,7 @@ IMPLEMENTATIONS: dict[str, Callable[[int], nn.Module]] = {
     "pml 2.9.0": lambda n_classes: rivals.pml_proxy_anchor(n_classes, DIMENSION),
     "dense, compiled": lambda n_classes: rivals.ProxyAnchorDense(n_classes, DIMENSION, compiled=True),
 }
-ALL = tuple((n, n_classes) for n in (1024, 4096) for n_classes in (1000, 10000, 100000))
+ALL = tuple((n, n_classes) for n in (256, 1024, 4096) for n_classes in (1000, 10000, 100000))
 SIZES = {
     "tritonloss": ALL,
     "pml 2.9.0": ALL[:-1],  # the last takes about 20 GB

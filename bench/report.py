@@ -17,7 +17,7 @@ MEBIBYTE = 2**20
 
 
 class Row(NamedTuple):
-    """Median seconds; peak bytes above the inputs, with a backward pass only."""
+    """Seconds of a round; peak bytes above the inputs, with a backward pass only."""
 
     seconds: float
     peak: int | None
@@ -40,12 +40,13 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def rows(case: ModuleType, results: dict[str, Any]) -> Table:
+def rows(case: ModuleType, results: dict[str, Any], statistic: str = "median") -> Table:
+    """The table of a JSON. statistic: of the rounds; "min" is what another job on the machine changes least."""
     table = {}
     for entry in results["benchmarks"]:
         info = entry["extra_info"]
         key = (info["name"], *(info[axis] for axis in case.AXES), info["backward"])
-        table[key] = Row(entry["stats"]["median"], info.get("peak_bytes"))
+        table[key] = Row(entry["stats"][statistic], info.get("peak_bytes"))
     return table
 
 

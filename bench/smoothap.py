@@ -19,7 +19,7 @@ IMPLEMENTATIONS: dict[str, Callable[[], Callable[[Tensor, Tensor], Tensor]]] = {
     "gathered": lambda: rivals.smooth_ap_gathered,
 }
 SIZES = {
-    "tritonloss": (128, 256, 512, 1024, 2048, 4096, 8192),
+    "tritonloss": (128, 256, 512, 1024, 2048, 4096, 8192, 16384),
     "pml 2.9.0": (128, 256, 512),
     "gathered": (512, 1024, 2048, 4096),
 }
