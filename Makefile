@@ -4,7 +4,7 @@ ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: train test bench format clean
+.PHONY: train test bench bench-compare bench-plots gpu-check format clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.examples
@@ -19,6 +19,17 @@ test: $(VENV)/.test
 
 bench: $(VENV)/.bench
 	$(PY) -m bench $(ARGS)
+
+# Exit status 1 if a ratio is worse than that of the committed results of this machine.
+bench-compare: $(VENV)/.bench
+	$(PY) -m bench.compare $(ARGS)
+
+bench-plots: $(VENV)/.bench
+	$(PY) -m bench.plots $(ARGS)
+
+# For a machine with a GPU, whose Python has torch and triton: nothing is installed or downloaded.
+gpu-check:
+	$(PYTHON) -m bench.gpu_check $(ARGS)
 
 format: $(VENV)/.test
 	$(PY) -m ruff check --fix .
