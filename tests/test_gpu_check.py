@@ -392,6 +392,32 @@ def test_outcomes_outlive_a_kill(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert found["finished"]
 
 
+def test_absent_peer_costs_its_tests_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "PEER", "not_there")
+    file, plugin = tmp_path / "test_it.py", tmp_path / "plugin.py"
+    plugin.write_text("from bench.gpu_check import progress\nprogress.PEER = 'not_there'\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    file.write_text(
+        """
+import pytest
+from not_there import losses as peer
+from not_there.utils.some import function
+
+@pytest.mark.parametrize("distance", [None, peer.Distance(power=2)], ids=["none", "peer"])
+def test_parameter(distance): assert distance is None
+def test_call(): assert peer.Loss()
+def test_function(): assert function(1)
+def test_free(): pass
+"""
+    )
+    assert pytests.runnable([file]) == ([file], ["tests against not_there are skipped: not installed"])
+    monkeypatch.setattr(pytests, "PLUGINS", ("plugin", *pytests.PLUGINS))
+    found = pytests.run([file], "cpu", tmp_path / "outcomes", 60)
+    assert found["counts"] == {"passed": 2, "skipped": 3}
+
+
 def test_outcomes_of_a_line_cut_short(tmp_path: Path) -> None:
     file = tmp_path / "outcomes"
     assert progress.read(file) == {}

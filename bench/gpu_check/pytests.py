@@ -38,6 +38,7 @@ PATTERNS = (
     "test_proxy_anchor.py",
     "test_compile.py",
 )
+PLUGINS = ("bench.gpu_check.progress", "no:cacheprovider")
 MOST_WORKERS = 8
 WORKER_BYTES = 2**33  # of the GPU's memory, for the context of a process and for the largest test
 GRACE_SECONDS = 5
@@ -56,7 +57,7 @@ def missing_packages(file: Path) -> list[str]:
             roots |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             roots.add(node.module.split(".")[0])
-    return sorted(root for root in roots if not is_there(root))
+    return sorted(root for root in roots - {progress.PEER} if not is_there(root))
 
 
 def is_there(module: str) -> bool:
@@ -69,6 +70,8 @@ def runnable(candidates: Iterable[Path]) -> tuple[list[Path], list[str]]:
     if needed:
         return [], [f"no test was run: {', '.join(needed)} not installed"]
     found, lines = [], []
+    if not is_there(progress.PEER):
+        lines.append(f"tests against {progress.PEER} are skipped: not installed")
     for file in candidates:
         if missing := missing_packages(file):
             lines.append(f"{file.name} was not run: {', '.join(missing)} not installed")
@@ -97,8 +100,9 @@ def run(chosen: list[Path], device: str, outcomes: Path, seconds: float) -> dict
     done = outcomes.with_suffix(".done")
     outcomes.touch()
     shutil.copy(outcomes, done)
-    command = [sys.executable, "-m", "pytest", *map(str, paths), "-q", "-p", "bench.gpu_check.progress"]
-    command += ["-p", "no:cacheprovider", "-W", "default", "--continue-on-collection-errors"]
+    command = [sys.executable, "-m", "pytest", *map(str, paths), "-q"]
+    command += [argument for plugin in PLUGINS for argument in ("-p", plugin)]
+    command += ["-W", "default", "--continue-on-collection-errors"]
     if is_there("xdist"):
         command += ["-n", str(workers)] if (workers := n_workers(device)) > 1 else ["-p", "no:xdist"]
     # A pytest around this one would be taken for its controller; the interpreter is for machines without a GPU.
