@@ -29,8 +29,10 @@ from bench.report import MEBIBYTE, Table
 GPU = "gpu"  # in place of a benchmark: the results of a GPU check
 # About the noise of one cell on 2 cores, otherwise idle: see README.md.
 MARGIN = 0.35
-# Below this a page or two of the allocator decide.
-LEAST_PEAK = 8 * MEBIBYTE
+# Below this the state of the allocator decides.
+LEAST_PEAK = 32 * MEBIBYTE
+# On a CPU a step below this is the launching of operations, which other processes delay.
+LEAST_CPU_SECONDS = 0.005
 
 
 class Ratio(NamedTuple):
@@ -47,9 +49,10 @@ class Finding(NamedTuple):
     change: float | None
 
 
-def ratios(axes: tuple[str, ...], table: Table) -> dict[str, float]:
-    """Every ratio of a table of forward + backward, by name; larger is better."""
-    return dict(_ratios(axes, {key[:-1]: row for key, row in table.items() if key[-1]}))
+def ratios(axes: tuple[str, ...], table: Table, least_seconds: float = 0) -> dict[str, float]:
+    """Every ratio of a table of forward + backward, by name; larger is better. Of cells from `least_seconds`."""
+    rows = {key[:-1]: row for key, row in table.items() if key[-1] and row.seconds >= least_seconds}
+    return dict(_ratios(axes, rows))
 
 
 def _ratios(axes: tuple[str, ...], rows: dict[tuple[object, ...], report.Row]) -> Iterator[Ratio]:
@@ -97,7 +100,7 @@ def load(benchmark: str, file: Path) -> dict[str, float]:
     results = json.loads(file.read_text())
     if benchmark != GPU:
         case = importlib.import_module(f"bench.{benchmark}")
-        return ratios(case.AXES, report.rows(case, results, "min"))
+        return ratios(case.AXES, report.rows(case, results, "min"), LEAST_CPU_SECONDS)
     return {
         f"{loss}, {name}": goodness
         for loss, (axes, table) in summary.tables(results).items()

@@ -13,10 +13,10 @@ from bench import compare, pnp, report
 from bench.report import MEBIBYTE
 
 CELLS: dict[tuple[str, int], tuple[float, int]] = {  # seconds, MiB
-    ("tritonloss", 512): (0.010, 10),
-    ("tritonloss", 1024): (0.040, 20),
-    ("gathered", 512): (0.020, 7),
-    ("gathered", 1024): (0.120, 80),
+    ("tritonloss", 512): (0.010, 40),
+    ("tritonloss", 1024): (0.040, 80),
+    ("gathered", 512): (0.020, 28),
+    ("gathered", 1024): (0.120, 320),
 }
 
 
@@ -77,6 +77,14 @@ def test_ratios() -> None:
     )
 
 
+def test_cells_of_a_few_milliseconds_are_left_out() -> None:
+    table = report.rows(pnp, results(CELLS), "min")
+    assert list(compare.ratios(("N",), table, 0.02)) == [
+        "N = 1024: speed against gathered",
+        "N = 1024: memory against gathered",
+    ]
+
+
 def test_absolute_times_are_not_compared(status, capsys: pytest.CaptureFixture[str]) -> None:
     assert status({key: (10 * seconds, size) for key, (seconds, size) in CELLS.items()}) == 0
     assert capsys.readouterr().out == "pnp: 4 ratios compared, 0 regressed\n"
@@ -85,9 +93,9 @@ def test_absolute_times_are_not_compared(status, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("cells", "named"),
     [
-        ({"gathered_1024": (0.080, 80)}, "| N = 1024: speed against gathered | 50% |"),
-        ({"tritonloss_1024": (0.040, 40)}, "| N = 1024: memory against gathered | 100% |"),
-        ({"tritonloss_1024": (0.072, 20)}, "| N = 512: growth to N = 1024 | 80% |"),
+        ({"gathered_1024": (0.080, 320)}, "| N = 1024: speed against gathered | 50% |"),
+        ({"tritonloss_1024": (0.040, 160)}, "| N = 1024: memory against gathered | 100% |"),
+        ({"tritonloss_1024": (0.072, 80)}, "| N = 512: growth to N = 1024 | 80% |"),
     ],
 )
 def test_regression_is_found_and_named(
@@ -98,14 +106,14 @@ def test_regression_is_found_and_named(
 
 
 def test_improvement_is_no_regression(status, capsys: pytest.CaptureFixture[str]) -> None:
-    assert status(changed(tritonloss_512=(0.002, 10), tritonloss_1024=(0.004, 9))) == 0
+    assert status(changed(tritonloss_512=(0.006, 40), tritonloss_1024=(0.02, 36))) == 0
     assert "4 ratios compared, 0 regressed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.01334, 0), (0.01333, 1)])
 def test_margin(seconds: float, expected: int, status, capsys: pytest.CaptureFixture[str]) -> None:
     """The rival takes 20 ms in the baseline: 13.3 ms are the edge of a margin of 50%."""
-    cells = changed(gathered_512=(seconds, 7))
+    cells = changed(gathered_512=(seconds, 28))
     assert status(cells, "--margin", "0.5") == expected
     assert status(cells, "--margin", "0.6") == 0
     assert status(CELLS, "--margin", "0") == 0
@@ -122,7 +130,7 @@ def test_missing_cells_are_named(status, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_new_cells_are_accepted(status) -> None:
-    assert status(changed(tritonloss_2048=(0.16, 40))) == 0
+    assert status(changed(tritonloss_2048=(0.16, 160))) == 0
 
 
 def test_no_baseline(status, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +150,7 @@ def test_a_regression_is_measured_twice(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "pnp-one-cpu-3-cores.json").write_text(json.dumps(results(CELLS)))
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    busy, worse = changed(gathered_1024=(0.03, 80)), changed(tritonloss_1024=(0.04, 80))
+    busy, worse = changed(gathered_1024=(0.03, 320)), changed(tritonloss_1024=(0.04, 320))
     for runs, expected in [([CELLS], 0), ([busy, CELLS], 0), ([worse, worse], 1), ([worse, busy], 0)]:
         left = list(runs)
 
