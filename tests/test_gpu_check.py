@@ -144,6 +144,23 @@ def test_every_result_is_on_disk_before_the_next_is_begun(
     assert seen == [(index, True) for index in range(len(plan.cells(SMALLEST)))]
 
 
+def test_unreadable_cache_costs_no_figure(
+    file: Path, smallest: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "hash").mkdir()
+    tuning = tmp_path / "hash" / "soft_rank_forward.autotune.json"
+    tuning.write_text("{}")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(worker, "measure", lambda *_: {"seconds": 1.0})
+    monkeypatch.setattr(checks, "check", lambda *_: "")
+    found = work(file, monkeypatch)
+    assert {cell["seconds"] for cell in found["cells"].values()} == {1.0}
+    assert found["tuned"] == []
+    config = {"kwargs": {"BLOCK_N": 256}, "num_warps": 4}
+    tuning.write_text(json.dumps({"key": [1024], "configs_timings": [[config, [0.2]]]}))
+    assert len(worker.tuned()) == 1
+
+
 def test_no_cell_is_begun_after_the_time(file: Path, smallest: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert work(file, monkeypatch, seconds=-1)["cells"] == {}
 

@@ -167,12 +167,20 @@ def main() -> None:
             reason = does_not_fit(cell, device)
             found["cells"][cell.key] = {"skipped": reason} if reason else measure(cell, plan, device)
             if cell.name == OURS:
-                found["tuned"] = sorted(set(tuned_configurations()))
+                found["tuned"] = tuned()
         except Exception as error:
             fail(found["cells"], cell.key, {"failed": message(error)})
         free_memory(device)
     found["running"] = None
     results.save(file, found)
+
+
+def tuned() -> list[str]:
+    """The tuned configurations; none if Triton's cache cannot be read, which must cost no figure."""
+    try:
+        return sorted(set(tuned_configurations()))
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def message(error: Exception) -> str:
