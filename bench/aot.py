@@ -145,21 +145,14 @@ def report(build: Build) -> dict[str, Any]:
 
 
 def nvidia_usage(kernel: Any) -> dict[str, int]:
-    """Registers a thread, bytes of stack (spills), instructions in loops that touch it, shared bytes, fences."""
+    """Registers a thread, bytes of stack (spills), shared bytes, fences."""
     with cubin(kernel) as path:
         text = tool("cuobjdump", "-res-usage", path)
     registers, stack, shared = (
         int(re.findall(rf"{key}:(\d+)", text)[-1]) for key in ("REG", "STACK", "SHARED")
     )
     fences = len(re.findall(r"\b(?:membar|fence)\b", kernel.asm["ptx"]))  # each is a MEMBAR in the SASS
-    in_loops = sum(name in ("STL", "LDL") for loop in loops(sass(kernel)) for name in loop) if stack else 0
-    return {
-        "registers": registers,
-        "spills": stack,
-        "spills_in_loops": in_loops,
-        "shared": shared,
-        "fences": fences,
-    }
+    return {"registers": registers, "spills": stack, "shared": shared, "fences": fences}
 
 
 def amd_usage(kernel: Any) -> dict[str, int]:
@@ -172,7 +165,6 @@ def amd_usage(kernel: Any) -> dict[str, int]:
     return {
         "registers": value("vgpr_count"),
         "spills": 4 * value("vgpr_spill_count"),  # a spilled SGPR goes to a lane of a VGPR, not to memory
-        "spills_in_loops": value("vgpr_spill_count"),
         "shared": value("group_segment_fixed_size"),
         "fences": len(re.findall(r"\bbuffer_wbl2\b|\bbuffer_inv\b", text)),
     }
