@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # Triton announces another default and warns until one is chosen. Line tables only slow the builds down.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -176,21 +176,52 @@ def sass(kernel: Any) -> str:
         return tool("nvdisasm", "-c", path)
 
 
-def loops(text: str) -> list[list[str]]:
-    """The names of the instructions of every loop in SASS: from the target of a backward branch to the branch."""
-    labels: dict[str, int] = {}
-    names: list[str] = []
-    found = []
+class Block(NamedTuple):
+    """Instructions that run one after the other, by opcode (`MUFU.RCP`), and the blocks that may come next."""
+
+    opcodes: list[str]
+    successors: list[int]
+
+
+def basic_blocks(text: str) -> list[Block]:
+    """SASS cut at its labels and branches. BSYNC, where a warp meets again, stands before the label it goes on at."""
+    blocks, jumps, labels = [Block([], [])], [], {}
+
+    def cut(falls_through: bool) -> None:
+        if falls_through:
+            blocks[-1].successors.append(len(blocks))
+        blocks.append(Block([], []))
+
     for line in text.splitlines():
         if label := re.match(r"\s*(\.L\w+):", line):
-            labels[label[1]] = len(names)
-        elif instruction := re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)([^;]*);", line):
-            names.append(instruction[1])
-            target = re.search(r"\((\.L\w+)\)", instruction[2])
-            # The program ends in a branch to itself.
-            if instruction[1] == "BRA" and target and labels.get(target[1], len(names)) < len(names) - 1:
-                found.append(names[labels[target[1]] :])
-    return found
+            cut(falls_through=True)
+            labels[label[1]] = len(blocks) - 1
+        elif instruction := re.match(r"\s+/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);", line):
+            predicate, opcode, operands = instruction.groups()
+            blocks[-1].opcodes.append(opcode)
+            name = opcode.split(".")[0]
+            # A branch may have a predicate among its operands as well.
+            conditional = predicate is not None or re.search(r"\bU?P\d", operands) is not None
+            if name in ("BRA", "EXIT"):
+                if target := re.search(r"\((\.L\w+)\)", operands):
+                    jumps.append((len(blocks) - 1, target[1]))
+                cut(falls_through=conditional)
+    for block, label in jumps:
+        blocks[block].successors.append(labels[label])
+    return blocks
+
+
+def rounds(blocks: list[Block]) -> Iterator[list[str]]:
+    """The opcodes of every way once round a loop: from the target of a backward branch to that branch."""
+    for last, block in enumerate(blocks):
+        for header in (n for n in block.successors if n <= last):
+            paths = [[header]]
+            while paths:
+                path = paths.pop()
+                if path[-1] == last:
+                    yield [opcode for n in path for opcode in blocks[n].opcodes]
+                else:
+                    paths += [[*path, n] for n in blocks[path[-1]].successors if n not in path]
 
 
 def rows_in_int64(ttir: str) -> bool:

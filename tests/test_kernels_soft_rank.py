@@ -30,14 +30,22 @@ def reciprocal_in_float32(x, FAST_MATH: tl.constexpr):
     return tl.where(result < 1.1754944e-38, 0.0, result)
 
 
+@triton.jit
+def power_of_two_in_float32(x, FAST_MATH: tl.constexpr):
+    """The same for the exponential; above 2^127 an infinity."""
+    result = tl.exp2(tl.minimum(x, 127.0, propagate_nan=tl.PropagateNan.ALL))
+    return tl.where(x > 127, float("inf"), tl.where(result < 1.1754944e-38, 0.0, result))
+
+
 @pytest.fixture(params=["IEEE", "fast"])
 def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """Both forms of the surrogates in float32; without a GPU the fast one with a stand-in for its instruction."""
+    """Both forms of the surrogates in float32; without a GPU the fast one with stand-ins for its instructions."""
     if request.param == "fast" and torch.version.hip is not None:
         pytest.skip("the fast form is for NVIDIA")
     monkeypatch.setattr(sys.modules[__name__], "FAST_MATH", request.param == "fast")
     if device.type == "cpu":
         monkeypatch.setattr(surrogates_module, "reciprocal", reciprocal_in_float32)
+        monkeypatch.setattr(surrogates_module, "power_of_two", power_of_two_in_float32)
 
 
 def one_side_huber(x: Tensor) -> Tensor:
