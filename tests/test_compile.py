@@ -1,11 +1,17 @@
 """torch.compile without a graph break, and without a build for every batch size."""
 
+import copy
+from collections.abc import Sequence
+
 import pytest
 import torch
+from checks import assert_close
+from registry import LOSSES
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tritonloss import use_backend
-from tritonloss.losses import PNPLoss, SmoothAPLoss, SOPRCLoss
+from tritonloss.losses import PNPLoss, SOPRCLoss
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.compile warns about itself
 
@@ -18,16 +24,12 @@ def step(criterion, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return loss.detach(), torch.autograd.grad(loss, rows)[0]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: PNPLoss(variant="Ds"),
-        SmoothAPLoss,
-        lambda: SOPRCLoss(21),
-        lambda: SOPRCLoss(21, update="pool", tpr_grad=True, tau2=0.1),
-    ],
-)
-def test_compiled_equals_eager_for_many_sizes_in_two_builds(make) -> None:
+def test_options_that_change_the_graph() -> None:
+    """As compiled as the defaults, which the tests of a model and its loss cover."""
+
+    def make() -> SOPRCLoss:
+        return SOPRCLoss(21, update="pool", tpr_grad=True, tau2=0.1)
+
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     criterion, compiled = make(), torch.compile(make(), fullgraph=True, backend=counter)
@@ -52,3 +54,69 @@ def test_lone_rows_in_the_default_compiler(backend: str, device: torch.device, c
     torch.testing.assert_close(
         results[1], results[0], rtol=1e-12, atol=1e-12
     )  # fused steps may round once less
+
+
+# --- a model and its loss in one graph ---
+
+N_CLASSES, WIDTH, DIM = 9, 7, 6
+# Fused steps may round in another way: by 1e-16, over temperature^2 = 1e-4 in a gradient, over 64 rows.
+FLOAT64 = {"rtol": 1e-9, "atol": 1e-9}
+
+
+class Objective(nn.Module):
+    """A network and the sum of some losses of its embeddings."""
+
+    def __init__(self, names: Sequence[str], device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = nn.Linear(WIDTH, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, DIM)
+        self.network = nn.Sequential(*layers).to(device, dtype)
+        like = torch.empty(0, DIM, dtype=dtype, device=device)
+        self.criteria = nn.ModuleList(LOSSES[name].module(N_CLASSES, like) for name in names)
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        embeddings = self.network(inputs)
+        return torch.stack([criterion(embeddings, labels) for criterion in self.criteria]).sum()
+
+
+def training_step(
+    objective: nn.Module, n: int, device: torch.device
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The loss, the gradients, and the buffers afterwards: running statistics and memories."""
+    generator = torch.Generator().manual_seed(n)
+    dtype = next(objective.parameters()).dtype
+    inputs = torch.randn(n, WIDTH, generator=generator, dtype=torch.float64).to(device, dtype)
+    labels = torch.randint(N_CLASSES, (n,), generator=generator).to(device)
+    objective.zero_grad()
+    loss = objective(inputs, labels)
+    with torch.autocast(device.type, enabled=False):
+        loss.backward()
+    return loss.detach(), [p.grad for p in objective.parameters()], [b.clone() for b in objective.buffers()]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_model_and_loss_in_one_graph(name: str, device: torch.device, compiler: None) -> None:
+    """No graph break, and two builds at most for five batch sizes: of the first, and of all others."""
+    eager = Objective([name], device, torch.float64)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(copy.deepcopy(eager), fullgraph=True, backend=counter)
+    for n in (24, 23, 40, 17, 64):
+        expected = training_step(eager, n, device)
+        assert_close(training_step(compiled, n, device), expected, **FLOAT64)
+        assert all(float(grad.abs().max()) > 1e-4 for grad in expected[1])
+    assert counter.frame_count <= 2
+
+
+def test_every_loss_under_autocast_in_one_graph(device: torch.device, compiler: None) -> None:
+    """The network in bfloat16, the losses in float32, by the same operators in the same order."""
+    eager = Objective(list(LOSSES), device, torch.float32)
+    compiled = torch.compile(copy.deepcopy(eager), fullgraph=True, backend="aot_eager")
+    with torch.autocast(device.type, torch.bfloat16):
+        results = [training_step(objective, 24, device) for objective in (compiled, eager)]
+    assert_close(*results, rtol=1e-5, atol=1e-5)  # on a GPU the order within a product may be another
+
+
+def test_every_loss_in_the_default_compiler(device: torch.device, compiler: None) -> None:
+    eager = Objective(list(LOSSES), device, torch.float64)
+    compiled = torch.compile(copy.deepcopy(eager), fullgraph=True)
+    assert_close(training_step(compiled, 24, device), training_step(eager, 24, device), **FLOAT64)
