@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from tritonloss.distributed import DistributedLoss
 from tritonloss.gradient_cache import cached_step
 from tritonloss.losses import PNPLoss, ProxyAnchorLoss, SOPRCLoss
 
@@ -550,10 +551,26 @@ def two_processes(rank: int, init: str) -> None:
                 of_rank_0 = grad.clone()
                 torch.distributed.broadcast(of_rank_0, 0)
                 assert_same(grad, of_rank_0)
+    the_loss_of_the_whole_batch(rank, inputs, labels)
     static = DistributedDataParallel(network(torch.device("cpu")), static_graph=True)
     with pytest.raises(ValueError, match="static_graph=True"):
         cached_step(static, PNPLoss(), inputs, labels, chunk_size=CHUNK)
     torch.distributed.destroy_process_group()
+
+
+def the_loss_of_the_whole_batch(rank: int, inputs: Tensor, labels: Tensor) -> None:
+    """With `DistributedLoss` and unequal shares: the step of one process that has all rows. Sums in another order."""
+    mine = slice(0, 13) if rank == 0 else slice(13, N)
+    for loss in LOSSES.values():
+        model = network(torch.device("cpu"))
+        criterion = loss.module(N_CLASSES, torch.empty(0, DIM, dtype=torch.float64))
+        alone = copy.deepcopy((model, criterion))
+        expected = plain_step(*alone, inputs, labels)
+        ddp, distributed = DistributedDataParallel(model), DistributedLoss(criterion)
+        value = cached_step(ddp, distributed, inputs[mine], labels[mine], chunk_size=5)
+        assert_close(value, expected, rtol=1e-10)
+        assert_gradients_close(gradients(model, criterion), gradients(*alone), 1e-10)
+        assert_close(criterion.state_dict(), alone[1].state_dict(), rtol=1e-10)
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="two processes need gloo")

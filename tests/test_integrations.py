@@ -55,7 +55,7 @@ def scores(output: str) -> dict[str, float]:
         ("pml.py", ("pytorch_metric_learning",), 12, 0.05),
         ("metrics.py", ("torchmetrics",), 24, 0.07),
         ("trainer.py", ("transformers", "accelerate"), 40, 0.1),
-        ("lightning_fit.py", ("lightning", "tritonloss.distributed"), 12, 0.08),
+        ("lightning_fit.py", ("lightning",), 12, 0.08),
     ],
 )
 def test_example(name: str, packages: tuple[str, ...], steps: int, gain: float, tmp_path: Path) -> None:

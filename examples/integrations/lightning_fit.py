@@ -11,8 +11,8 @@ import torch
 from setting import CLASSES, IMAGES, Glyphs, balanced_batches, data, network, score, steps
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
-from tritonloss.distributed import DistributedLoss
 
+from tritonloss.distributed import DistributedLoss
 from tritonloss.losses import PNPLoss
 
 PROCESSES = 2
