@@ -48,7 +48,7 @@ def scores(output: str) -> dict[str, float]:
     }
 
 
-# Two thirds of the least that seeds 0 to 2 gained (lightning_fit.py: seed 0).
+# Half to two thirds of the least that seeds 0 to 2 gained (lightning_fit.py: seed 0 alone).
 @pytest.mark.parametrize(
     ("name", "packages", "steps", "gain"),
     [
