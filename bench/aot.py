@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tritonloss.backends import tuning
+from tritonloss.backends import large_classes, tuning
 from tritonloss.backends.triton import INTERPRETED, KERNELS
 from tritonloss.ops.soft_rank import SURROGATES
 
@@ -46,6 +46,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "WITH_SLOPES": (True, False),
     "WITH_POSITIVES": (False, True),
     "DESCENDING": (False, True),
+    "PER_UNIT": tuple(sorted({stencil.per_unit for stencil in large_classes.STENCILS.values()})),
+    "POINTS": tuple(sorted({stencil.points for stencil in large_classes.STENCILS.values()})),
 }
 INTEGER_POINTERS = {
     "start": "*i64",

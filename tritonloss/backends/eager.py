@@ -4,9 +4,12 @@ Each takes a block of scores [rows, N] and writes into tensors its caller alloca
 of a row, one at a time: a block times one positive is the largest temporary.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
+from tritonloss.backends.large_classes import Grid, grid_of_range
 from tritonloss.layout import Positives
 
 
@@ -148,6 +151,62 @@ def _add_weighted_slopes(
         if skip:
             difference[:, p] = -torch.inf
         total.addcmul_(_surrogate_slope(difference, surrogate), weight[:, p : p + 1])
+
+
+def largest_class(positives: Positives) -> int:
+    """The most positives of a row of the block."""
+    return int(positives.count.max())
+
+
+def one_class(positives: Positives) -> tuple[int, int, int] | None:
+    """Start, stop and first pair of the class that all rows of the block have; None if they have several, or none."""
+    table = torch.stack([positives.start, positives.count])
+    if not bool((table == table[:, :1]).all()):
+        return None
+    start, count, first_pair = torch.cat([table[:, 0], positives.offset[:1]]).tolist()
+    return (start, start + count, first_pair) if count else None
+
+
+def score_grid(scores: Tensor, limit: float) -> Grid | None:
+    """The grid over the finite scores of the block; None if there are none, or no deterministic sums on the device."""
+    if scores.device.type != "cpu":
+        return None
+    low, high = torch.stack(torch.aminmax(scores)).tolist()
+    all_inside = math.isfinite(low) and math.isfinite(high)
+    if not all_inside:
+        finite = scores[scores.isfinite()]
+        if not finite.numel():
+            return None
+        low, high = torch.stack(torch.aminmax(finite)).tolist()
+    return grid_of_range(low, high, scores.dtype, all_inside=all_inside)
+
+
+def _cells(values: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """The cell of each value, int64, and the place in it from its middle, in cells."""
+    place = values * grid.stencil.per_unit
+    cell = place.floor()
+    return cell.to(torch.int64).sub_(grid.first), place.sub_(cell).sub_(0.5)
+
+
+def grid_spread(values: Tensor, weights: Tensor, grid: Grid) -> Tensor:
+    """The sums of weight x place^k of each cell, [points, rows, cells]; values and weights [rows, n], in its cells."""
+    cell, place = _cells(values, grid)
+    # A cell may hold the whole row, one score after the other: too many for sums in float32.
+    place, power = place.double(), weights.double()
+    moments = power.new_zeros(grid.stencil.points, values.shape[0], grid.cells)
+    for k in range(grid.stencil.points):
+        moments[k].scatter_add_(1, cell, power)
+        power = power.mul_(place) if k else power * place
+    return moments.to(values.dtype)
+
+
+def grid_read(coefficients: Tensor, values: Tensor, grid: Grid) -> Tensor:
+    """The polynomial of each value's cell at its place, [rows, n]; coefficients [points, rows, cells], of place^k."""
+    cell, place = _cells(values, grid)
+    result = coefficients[-1].gather(1, cell)
+    for k in reversed(range(grid.stencil.points - 1)):
+        result.mul_(place).add_(coefficients[k].gather(1, cell))
+    return result
 
 
 def _own_columns(labels: Tensor, first_class: int, rows: int) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,8 @@ import triton
 from torch import Tensor
 
 from tritonloss.backends import tuning
-from tritonloss.kernels import proxy_logsumexp, soft_histogram, soft_rank
+from tritonloss.backends.large_classes import Grid, fixed_point_unit, grid_of_limit
+from tritonloss.kernels import proxy_logsumexp, soft_histogram, soft_rank, soft_rank_grid
 from tritonloss.layout import Positives
 
 KERNELS = {
@@ -19,6 +20,8 @@ KERNELS = {
     "proxy_logsumexp_backward": proxy_logsumexp.proxy_logsumexp_backward,
     "soft_histogram_forward": soft_histogram.soft_histogram_forward,
     "soft_histogram_backward": soft_histogram.soft_histogram_backward,
+    "soft_rank_spread": soft_rank_grid.soft_rank_spread,
+    "soft_rank_read": soft_rank_grid.soft_rank_read,
 }
 # TRITON_INTERPRET is read when a kernel is decorated; then kernels run on CPU tensors.
 INTERPRETED = not isinstance(soft_rank.soft_rank_forward, triton.runtime.JITFunction)
@@ -128,6 +131,73 @@ def soft_rank_backward(
         return len(scores), triton.cdiv(scores.shape[1], meta["BLOCK_N"])
 
     _launch("soft_rank_backward", grid, arguments, scores.device)
+
+
+def largest_class(positives: Positives) -> int:
+    """A bound of the positives of a row of the block: the host asks the device for nothing."""
+    return positives.width
+
+
+def one_class(positives: Positives) -> None:
+    """Whether all rows of the block have the same class is known on the device only."""
+
+
+def score_grid(scores: Tensor, limit: float) -> Grid | None:
+    """The grid for scores of up to `limit`; None without one."""
+    return grid_of_limit(limit, scores.dtype)
+
+
+def _grid_arguments(values: Tensor, grid: Grid) -> dict[str, Any]:
+    n_rows, n_columns = values.shape
+    return {
+        "scores": values,
+        "stride_scores": values.stride(0),
+        "n_rows": n_rows,
+        "n_columns": n_columns,
+        "first_cell": grid.first,
+        "n_cells": grid.cells,
+        "n_bucket": tuning.bucket(n_columns),
+        "PER_UNIT": grid.stencil.per_unit,
+        "POINTS": grid.stencil.points,
+    }
+
+
+def _tiles_of_rows(values: Tensor) -> Any:
+    return lambda meta: (values.shape[0], triton.cdiv(values.shape[1], meta["BLOCK_N"]))
+
+
+def grid_spread(values: Tensor, weights: Tensor, grid: Grid) -> Tensor:
+    """The sums of weight x place^k of each cell, [points, rows, cells]; values and weights [rows, n], in its cells.
+
+    In fixed point, to 2^-62 n times the largest weight of the row. A row with a weight that is not finite is NaN.
+    """
+    values, finite = values.contiguous(), weights.isfinite()
+    unit = fixed_point_unit(weights)
+    words = torch.zeros(
+        grid.stencil.points, values.shape[0], grid.cells, dtype=torch.int64, device=values.device
+    )
+    arguments = {
+        **_grid_arguments(values, grid),
+        "weights": (torch.where(finite, weights, 0) / unit).to(values.dtype),
+        "words": words,
+        "stride_weights": values.shape[1],
+    }
+    _launch("soft_rank_spread", _tiles_of_rows(values), arguments, values.device)
+    return (words * torch.where(finite.all(1, keepdim=True), unit, torch.nan)).to(values.dtype)
+
+
+def grid_read(coefficients: Tensor, values: Tensor, grid: Grid) -> Tensor:
+    """The polynomial of each value's cell at its place, [rows, n]; coefficients [points, rows, cells], of place^k."""
+    values = values.contiguous()
+    result = torch.empty_like(values)
+    arguments = {
+        **_grid_arguments(values, grid),
+        "coefficients": coefficients.contiguous(),
+        "values": result,
+        "stride_values": result.stride(0),
+    }
+    _launch("soft_rank_read", _tiles_of_rows(values), arguments, values.device)
+    return result
 
 
 def _proxy_logsumexp_arguments(

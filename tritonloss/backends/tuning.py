@@ -52,6 +52,16 @@ CONFIGS: dict[str, list[dict[str, int]]] = {
         {"BLOCK_N": 512, "num_warps": 4},
         {"BLOCK_N": 2048, "num_warps": 8},
     ],
+    "soft_rank_spread": [
+        {"BLOCK_N": 512, "num_warps": 4},
+        {"BLOCK_N": 256, "num_warps": 4},
+        {"BLOCK_N": 1024, "num_warps": 8},
+    ],
+    "soft_rank_read": [
+        {"BLOCK_N": 512, "num_warps": 4},
+        {"BLOCK_N": 256, "num_warps": 4},
+        {"BLOCK_N": 1024, "num_warps": 8},
+    ],
 }
 # What a kernel adds to, and so must be zero before each trial of a configuration.
 ACCUMULATED = ("words",)

@@ -23,7 +23,7 @@ from tritonloss.losses.base import (
     require_labels,
     unit_rows,
 )
-from tritonloss.ops import soft_rank
+from tritonloss.ops import rank_per_query
 from tritonloss.types import LossDict, PairIndices, PNPVariant, Reduction, TripletIndices, upcast
 
 
@@ -189,16 +189,16 @@ def per_query_pnp(
     layout = ClassLayout.from_labels(labels)
     rows = layout.sort(unit_rows(embeddings))
     count = layout.query_count
-    ranks = soft_rank(
-        rows,
+    per_query = rank_per_query(
         rows,
         layout.start,
         count,
+        lambda sums, count: segment_mean(penalty(sums.ranks, variant, b, alpha), count),
         temperature=anneal,
         max_class_size=max_class_size,
+        score_limit=1,
         memory_budget=memory_budget,
-    ).ranks
-    per_query = segment_mean(penalty(ranks, variant, b, alpha), count)
+    )
     return layout.unsort(per_query), layout.unsort(count > 0)
 
 

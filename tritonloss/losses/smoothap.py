@@ -21,7 +21,7 @@ from tritonloss.losses.base import (
     require_cosine,
     unit_rows,
 )
-from tritonloss.ops import soft_rank
+from tritonloss.ops import SoftRanks, rank_per_query
 from tritonloss.types import PairIndices, Reduction, TripletIndices, upcast
 
 
@@ -160,17 +160,21 @@ def per_query_smooth_ap(
     layout = ClassLayout.from_labels(labels)
     rows = layout.sort(unit_rows(embeddings))
     count = layout.query_count
-    sums = soft_rank(
-        rows,
+    per_query = rank_per_query(
         rows,
         layout.start,
         count,
+        lambda sums, count: segment_mean(smoothed_loss(sums), count),
         temperature=temperature,
         positive_ranks=True,
         max_class_size=max_class_size,
+        score_limit=1,
         memory_budget=memory_budget,
     )
-    assert sums.positive_ranks is not None
-    # 1 - (1 + P) / (1 + P + N) without the rounding of a difference from 1.
-    per_query = segment_mean(fraction(sums.ranks, 1 + sums.positive_ranks), count)
     return layout.unsort(per_query), layout.unsort(count > 0)
+
+
+def smoothed_loss(sums: SoftRanks) -> Tensor:
+    """1 - (1 + P) / (1 + P + N) of each pair, without the rounding of a difference from 1."""
+    assert sums.positive_ranks is not None
+    return fraction(sums.ranks, 1 + sums.positive_ranks)

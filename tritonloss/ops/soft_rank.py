@@ -1,20 +1,24 @@
 """`soft_rank`: how many negatives stand above each positive of each query, softly counted."""
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tritonloss.backends import backend_module, selected_backend
+from tritonloss.backends import backend_module, large_classes, selected_backend
 from tritonloss.ops.library import operator, refuse_second_derivative
 from tritonloss.ops.shares import own_share, sharing
 from tritonloss.ops.streaming import (
     BlockPlan,
+    PairSizes,
     budget_bytes,
     empty_scores,
     given_or_zero,
     keeps_similarity,
     padded_scores,
+    pair_sizes,
     rows_per_block,
 )
 
@@ -42,6 +46,8 @@ def soft_rank(
     temperature: float = 0.01,
     positive_ranks: bool = False,
     max_class_size: int | None = None,
+    score_limit: float = math.inf,
+    sizes: PairSizes | None = None,
     memory_budget: int | None = None,
 ) -> SoftRanks:
     """R[q, i] = sum over the negatives j of q of g((s_qj - s_qi) / temperature), for every positive i of q.
@@ -59,6 +65,9 @@ def soft_rank(
         positive_ranks: take the same sum over the other positives j != i of q as well, in the same pass.
         max_class_size: a bound of count. It replaces the one host sync of the call; ranks and scores then have
             Q * max_class_size entries, zero past the pairs, and the device asserts the bound.
+        score_limit: a bound of |s|, 1 for unit rows. The sigmoid of large classes needs it on CUDA, where the scores
+            are not looked at from the host: without it they take the direct loop there. Scores beyond it give NaN.
+        sizes: of `pair_sizes`, if the caller has them already: then this call has no host sync.
         memory_budget: what the similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU, a
             sixteenth of the device on CUDA. If all of them fit they are kept for the backward pass, else recomputed.
 
@@ -66,8 +75,11 @@ def soft_rank(
         SoftRanks(ranks [M], scores [M], positive_ranks [M] or None), M = sum(count); differentiable once, in queries
         and keys.
 
-    Time O(sum_q count[q] (N - count[q]) + Q N D), with positive_ranks O(sum_q count[q] N + Q N D). Memory
-    O(budget + (Q + N) D + M).
+    Time O(sum_q count[q] (N - count[q]) + Q N D), with positive_ranks O(sum_q count[q] N + Q N D), for small classes.
+    For large ones, where it is less by the cost model of `tritonloss.backends.large_classes`, O(Q N (D + log N)), and
+    for the sigmoid, whose range of scores is divided into G cells of temperature / 4, G of the order of
+    8 / temperature, O(Q (N D + G^2)), with a relative error of 3e-6 in float32 (cells of temperature / 8 and 2e-10 in
+    float64). Memory O(budget + (Q + N) D + M).
 
     Raises:
         ValueError: unknown surrogate, a budget below 1, a temperature that is not positive.
@@ -88,6 +100,7 @@ def soft_rank(
                 surrogate=surrogate,
                 temperature=temperature,
                 positive_ranks=positive_ranks,
+                score_limit=score_limit,
                 memory_budget=memory_budget,
             )
         ranks, scores, among = part
@@ -96,6 +109,9 @@ def soft_rank(
             share.gather_segments(scores, count),
             None if among is None else share.gather_segments(among, count),
         )
+    budget = budget_bytes(queries.device, memory_budget)
+    if sizes is None and max_class_size is None and not torch.compiler.is_compiling():
+        sizes = pair_sizes(count, rows_of_block(queries, keys, budget))
     ranks, scores, among, *_ = _soft_rank(
         queries,
         keys,
@@ -105,7 +121,10 @@ def soft_rank(
         float(temperature),
         positive_ranks,
         -1 if max_class_size is None else max_class_size,
-        budget_bytes(queries.device, memory_budget),
+        float(score_limit),
+        [] if sizes is None else sizes.largest,
+        -1 if sizes is None else sum(sizes.total),
+        budget,
         torch.is_grad_enabled() and (queries.requires_grad or keys.requires_grad),
         queries is keys,
         selected_backend(),
@@ -114,7 +133,8 @@ def soft_rank(
 
 
 # Sizes are read from .shape: len() would turn a symbolic size into a constant and recompile for every batch size.
-def _block_rows(queries: Tensor, keys: Tensor, budget: int) -> int:
+def rows_of_block(queries: Tensor, keys: Tensor, budget: int) -> int:
+    """The queries of a row block of `soft_rank`."""
     return rows_per_block(queries.shape[0], keys.shape[0], keys.itemsize, keys.device, budget)
 
 
@@ -132,6 +152,9 @@ def _soft_rank(
     temperature: float,
     with_positives: bool,
     max_class_size: int,
+    score_limit: float,
+    widths: Sequence[int],
+    n_pairs: int,
     budget: int,
     save: bool,
     shared: bool,
@@ -141,14 +164,19 @@ def _soft_rank(
 
     That is, if `save`, both slopes [M], and the similarity [Q, N] if it is kept; then [0, P], which has no elements:
     its shape tells the backward pass the largest class size P without another host sync. What is about the positives
-    alone is empty unless `with_positives`. A max_class_size of -1 means none was given. `shared`: queries and keys are
-    one tensor, so that the backward pass has one gradient.
+    alone is empty unless `with_positives`. A max_class_size of -1 means none was given; widths and n_pairs are those of
+    `BlockPlan`, none and -1 where they are read here. `shared`: queries and keys are one tensor, so that the backward
+    pass has one gradient.
     """
     bounded = max_class_size >= 0
     if bounded:
         torch._assert_async((count <= max_class_size).all(), "a class is larger than max_class_size")
     plan = BlockPlan(
-        start, count, _block_rows(queries, keys, budget), width=max_class_size if bounded else None
+        start,
+        count,
+        rows_of_block(queries, keys, budget),
+        width=max_class_size if bounded else None,
+        sizes=(widths, n_pairs) if n_pairs >= 0 else None,
     )
     new = queries.new_zeros if bounded else queries.new_empty
     ranks, positive_scores = new(plan.n_pairs), new(plan.n_pairs)
@@ -169,7 +197,8 @@ def _soft_rank(
         torch.mm(queries[rows] / temperature, keys[mirrored:].T, out=scores[:, mirrored:])
         if keep and shared and rows.start == mirrored:
             mirrored = rows.stop
-        module.soft_rank_forward(
+        algorithm = large_classes.choose(module, scores, positives, surrogate, score_limit / temperature)
+        (algorithm or module).soft_rank_forward(
             scores,
             positives,
             surrogate,
@@ -193,23 +222,26 @@ def _(
     temperature: float,
     with_positives: bool,
     max_class_size: int,
+    score_limit: float,
+    widths: Sequence[int],
+    n_pairs: int,
     budget: int,
     save: bool,
     shared: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    n_pairs: Any = queries.shape[0] * max_class_size
-    largest: Any = max_class_size
-    if max_class_size < 0:
+    pairs: Any = queries.shape[0] * max_class_size if max_class_size >= 0 else n_pairs
+    largest: Any = max_class_size if max_class_size >= 0 else max(widths, default=0)
+    if max_class_size < 0 and n_pairs < 0:
         context = torch.library.get_ctx()
-        n_pairs, largest = context.new_dynamic_size(), context.new_dynamic_size()
+        pairs, largest = context.new_dynamic_size(), context.new_dynamic_size()
     keep = _keeps_similarity(queries, keys, save, budget)
     return (
-        queries.new_empty(n_pairs),
-        queries.new_empty(n_pairs),
-        queries.new_empty(n_pairs if with_positives else 0),
-        queries.new_empty(n_pairs if save else 0),
-        queries.new_empty(n_pairs if with_positives and save else 0),
+        queries.new_empty(pairs),
+        queries.new_empty(pairs),
+        queries.new_empty(pairs if with_positives else 0),
+        queries.new_empty(pairs if save else 0),
+        queries.new_empty(pairs if with_positives and save else 0),
         padded_scores(queries.shape[0] if keep else 0, keys.shape[0], queries),
         queries.new_empty(0, largest),
     )
@@ -232,6 +264,8 @@ def _soft_rank_backward(
     surrogate: str,
     temperature: float,
     with_positives: bool,
+    score_limit: float,
+    widths: Sequence[int],
     budget: int,
     shared: bool,
     backend: str,
@@ -244,7 +278,8 @@ def _soft_rank_backward(
     grad_keys = torch.zeros_like(keys) if need_keys else keys.new_empty(0)
     similarity = kept[:, : keys.shape[0]]
     is_kept = kept.shape[0] > 0
-    plan = BlockPlan(start, count, _block_rows(queries, keys, budget), width=extent.shape[1])
+    known = (widths, positive_scores.shape[0]) if widths else None
+    plan = BlockPlan(start, count, rows_of_block(queries, keys, budget), width=extent.shape[1], sizes=known)
     scratch = empty_scores(0 if is_kept else plan.block_rows, keys.shape[0], queries)
     scratch_grad = empty_scores(plan.block_rows, keys.shape[0], queries)
     module = backend_module(backend, queries.device)
@@ -253,7 +288,8 @@ def _soft_rank_backward(
         scores = similarity[rows] if is_kept else scratch[: len(positives.count)]
         if not is_kept:
             torch.mm(queries[rows] / temperature, keys.T, out=scores)
-        module.soft_rank_backward(
+        algorithm = large_classes.choose(module, scores, positives, surrogate, score_limit / temperature)
+        (algorithm or module).soft_rank_backward(
             scores,
             positives,
             surrogate,
@@ -300,6 +336,8 @@ def _(
     surrogate: str,
     temperature: float,
     with_positives: bool,
+    score_limit: float,
+    widths: Sequence[int],
     budget: int,
     shared: bool,
     backend: str,
@@ -311,12 +349,11 @@ def _(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    queries, keys, start, count, surrogate, temperature, with_positives, _, budget, _, shared, backend = (
-        inputs
-    )
+    queries, keys, start, count, *options = inputs
+    surrogate, temperature, with_positives, _, score_limit, widths, _, budget, _, shared, backend = options
     _, positive_scores, _, *saved = output
     ctx.save_for_backward(queries, keys, start, count, positive_scores, *saved)
-    ctx.options = surrogate, temperature, with_positives, budget, shared, backend
+    ctx.options = surrogate, temperature, with_positives, score_limit, widths, budget, shared, backend
     ctx.mark_non_differentiable(*saved)
     # Else autograd makes a gradient of zeros for every output without one, for the kept similarity as well.
     ctx.set_materialize_grads(False)
@@ -337,8 +374,8 @@ def _backward(
         need_queries,
         need_keys,
     )
-    need_keys = need_keys and not ctx.options[4]
-    return grad_queries if need_queries else None, grad_keys if need_keys else None, *[None] * 10
+    need_keys = need_keys and not ctx.options[6]
+    return grad_queries if need_queries else None, grad_keys if need_keys else None, *[None] * 13
 
 
 _soft_rank.register_autograd(_backward, setup_context=_save_for_backward)

@@ -1,12 +1,13 @@
 """`soft_rank` on a score matrix that the caller has, with any set of positives and of negatives in each row."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritonloss.backends import backend_module, selected_backend
+from tritonloss.backends import backend_module, large_classes, selected_backend
 from tritonloss.layout import Positives
 from tritonloss.ops.library import operator, refuse_second_derivative
 from tritonloss.ops.shares import own_share, sharing
@@ -134,7 +135,10 @@ def _soft_rank_scores(
     order = _SortedBlocks(scores, positives, negatives, temperature)
     for rows, own, block in _blocks(plan, scores):
         order.write(rows, order.place(rows), block)
-        module.soft_rank_forward(block, own, surrogate, ranks, slopes if save else None, positive_scores)
+        algorithm = large_classes.choose(module, block, own, surrogate, math.inf)
+        (algorithm or module).soft_rank_forward(
+            block, own, surrogate, ranks, slopes if save else None, positive_scores
+        )
     return ranks, positive_scores, slopes, scores.new_empty(0, plan.largest)
 
 
@@ -188,7 +192,8 @@ def _soft_rank_scores_backward(
         place = order.place(rows)
         order.write(rows, place, block)
         grad = scratch_grad[: len(own.count)]
-        module.soft_rank_backward(
+        algorithm = large_classes.choose(module, block, own, surrogate, math.inf)
+        (algorithm or module).soft_rank_backward(
             block, own, surrogate, slopes, positive_scores, grad_ranks, grad_positive_scores, grad
         )
         torch.gather(grad, 1, place, out=grad_scores[rows])

@@ -1,7 +1,7 @@
 """The walk over row blocks of a similarity matrix that is never held as a whole unless it fits the memory budget."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -89,25 +89,47 @@ class Block(NamedTuple):
     positives: Positives
 
 
+class PairSizes(NamedTuple):
+    """Of each row block, the largest count and the number of pairs."""
+
+    largest: list[int]
+    total: list[int]
+
+
+def pair_sizes(count: Tensor, block_rows: int) -> PairSizes:
+    """The sizes of the blocks of block_rows queries with count [Q] pairs each, in one host sync."""
+    n_blocks = -(-count.shape[0] // block_rows)
+    padded = torch.nn.functional.pad(count, (0, n_blocks * block_rows - count.shape[0]))
+    blocks = padded.view(n_blocks, block_rows)
+    return PairSizes(*torch.stack([blocks.amax(1), blocks.sum(1)]).tolist())
+
+
 class BlockPlan:
     """The row blocks of a call, and the place of every pair in the flat tensors [n_pairs]; `largest` bounds a class.
 
-    start, count: [Q] int64. width: a bound of count; without one, the largest count of each block is read from the
-    device together with the number of pairs, in one host sync.
+    start, count: [Q] int64. width: a bound of count. sizes: the largest count of each block and the number of pairs,
+    which go before. Without either they are read from the device, in one host sync.
     """
 
-    def __init__(self, start: Tensor, count: Tensor, block_rows: int, width: int | None = None) -> None:
+    def __init__(
+        self,
+        start: Tensor,
+        count: Tensor,
+        block_rows: int,
+        width: int | None = None,
+        sizes: tuple[Sequence[int], int] | None = None,
+    ) -> None:
         # Kernels read both with a stride of one element.
         self.start, self.count, self.block_rows = start.contiguous(), count.contiguous(), block_rows
         self.offset = torch.cumsum(count, 0) - count
-        n_blocks = -(-len(count) // block_rows)
-        if width is not None:
-            self.widths = [width] * n_blocks
+        if sizes is not None:
+            self.widths, self.n_pairs = list(sizes[0]), sizes[1]
+        elif width is not None:
+            self.widths = [width] * -(-len(count) // block_rows)
             self.n_pairs = len(count) * width
         else:
-            padded = torch.nn.functional.pad(count, (0, n_blocks * block_rows - len(count)))
-            largest = padded.view(n_blocks, block_rows).amax(1)
-            *self.widths, self.n_pairs = torch.cat([largest, count.sum()[None]]).tolist()
+            read = pair_sizes(count, block_rows)
+            self.widths, self.n_pairs = read.largest, sum(read.total)
         self.largest = max(self.widths, default=0)
 
     def __iter__(self) -> Iterator[Block]:
