@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tritonloss.backends import selected_backend, use_backend
 from tritonloss.ops.library import refuse_second_derivative
-from tritonloss.ops.soft_rank import SoftRanks, rows_of_block, soft_rank
 from tritonloss.ops.shares import own_share, sharing
+from tritonloss.ops.soft_rank import SoftRanks, rows_of_block, soft_rank
 from tritonloss.ops.streaming import PairSizes, budget_bytes, pair_sizes
 
 # Ranks, scores and slopes, against the negatives and against the positives, their gradients, and what the reduction
@@ -21,9 +21,9 @@ Reduce = Callable[[SoftRanks, Tensor], Tensor]
 
 
 class _Block(NamedTuple):
-    """A slice of the rows as queries, and the sizes of their row blocks; None with a bound of the class size."""
+    """A slice of the rows as queries, None for all, and the sizes of their row blocks, None where not known."""
 
-    rows: slice
+    rows: slice | None
     sizes: PairSizes | None
 
 
@@ -60,17 +60,19 @@ def rank_per_query(
     if (share := own_share(rows.shape[0])) is not None:
         with sharing(None):
             return share.gather(_of_queries(rows, start, count, reduce, share.rows, options))
-    return _of_queries(rows, start, count, reduce, slice(0, rows.shape[0]), options)
+    return _of_queries(rows, start, count, reduce, None, options)
 
 
 def _of_queries(
-    rows: Tensor, start: Tensor, count: Tensor, reduce: Reduce, queries: slice, options: dict[str, Any]
+    rows: Tensor, start: Tensor, count: Tensor, reduce: Reduce, queries: slice | None, options: dict[str, Any]
 ) -> Tensor:
+    """The values of a slice of the rows as queries; None for all of them."""
     if torch.compiler.is_compiling():
         return _values(rows, start, count, reduce, _Block(queries, None), options)
-    blocks = list(_blocks(rows, count, queries, options["max_class_size"], options["memory_budget"]))
+    bound, budget = options["max_class_size"], options["memory_budget"]
+    blocks = list(_blocks(rows, count, queries or slice(0, rows.shape[0]), bound, budget))
     if len(blocks) == 1:
-        return _values(rows, start, count, reduce, blocks[0], options)
+        return _values(rows, start, count, reduce, _Block(queries, blocks[0].sizes), options)
     return cast(Tensor, _Blockwise.apply(rows, start, count, reduce, blocks, options))  # type: ignore[no-untyped-call]
 
 
@@ -95,6 +97,11 @@ def _blocks(
 def _block(edges: list[int], begin: int, end: int, sizes: PairSizes | None) -> _Block:
     part = None if sizes is None else PairSizes(sizes.largest[begin:end], sizes.total[begin:end])
     return _Block(slice(edges[begin], edges[end]), part)
+
+
+def _size(block: _Block) -> int:
+    assert block.rows is not None
+    return int(block.rows.stop - block.rows.start)
 
 
 class _Blockwise(torch.autograd.Function):
@@ -140,11 +147,12 @@ class _BlockwiseBackward(torch.autograd.Function):
         total = torch.zeros_like(rows)
         leaf = rows.detach().requires_grad_()
         with torch.autocast(rows.device.type, enabled=False), use_backend(backend), sharing(None):
-            for block in blocks:
+            for block, part in zip(
+                blocks, torch.split(grad, [_size(block) for block in blocks]), strict=True
+            ):
                 with torch.enable_grad():
                     values = _values(leaf, start, count, reduce, block, options)
-                own = slice(block.rows.start - blocks[0].rows.start, block.rows.stop - blocks[0].rows.start)
-                total += torch.autograd.grad(values, leaf, grad[own])[0]
+                total += torch.autograd.grad(values, leaf, part)[0]
         return total
 
     backward = staticmethod(refuse_second_derivative)
@@ -153,8 +161,10 @@ class _BlockwiseBackward(torch.autograd.Function):
 def _values(
     rows: Tensor, start: Tensor, count: Tensor, reduce: Reduce, block: _Block, options: dict[str, Any]
 ) -> Tensor:
+    if block.rows is None:
+        # The queries are the keys, and not only equal to them: `soft_rank` makes use of that.
+        return reduce(soft_rank(rows, rows, start, count, sizes=block.sizes, **options), count)
     own = block.rows
-    # All rows as queries are the keys themselves, which `soft_rank` makes use of.
-    queries = rows if own == slice(0, rows.shape[0]) else rows[own]
-    ranks = soft_rank(queries, rows, start[own], count[own], sizes=block.sizes, **options)
-    return reduce(ranks, count[own])
+    return reduce(
+        soft_rank(rows[own], rows, start[own], count[own], sizes=block.sizes, **options), count[own]
+    )
