@@ -50,8 +50,8 @@ def smooth_ap_loss(
         temperature: of the sigmoid, > 0, in units of the cosine; 0.01 in the paper.
         reduction: "mean", or "none" for the loss of each query, [N], 0 for a query without another positive.
         max_class_size: a bound of the class sizes. It replaces the call's one host sync on CUDA, so that the call can
-            be captured in a CUDA graph; the device asserts it. Under torch.compile memory
-            then grows with N max_class_size.
+            be captured in a CUDA graph; the device asserts it. Under torch.compile memory then grows with
+            N max_class_size.
         memory_budget: bytes that similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU and a
             sixteenth of the device's memory on CUDA.
 
