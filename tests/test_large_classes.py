@@ -544,3 +544,44 @@ print(step(4096) - base)
 def test_peak_memory(name: str) -> None:
     """8 MiB for pairs, as much for scores, and the temporaries of a block; one number for every pair is 32 MiB."""
     assert int(python(PEAK, name)) < 64 << 20
+
+
+# --- the two kernels ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("n", [1, 511, 513])  # around a tile
+def test_kernels_spread_and_read(n: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Moments and polynomials of each cell, from their definitions; weights of very different sizes."""
+    module = backend_module("triton", device)
+    limit = 3.0
+    grid = module.score_grid(torch.empty(0, dtype=dtype, device=device), limit)
+    points, per_unit = grid.stencil.points, grid.stencil.per_unit
+    values = (limit * (2 * torch.rand(3, n, dtype=torch.float64) - 1)).to(device, dtype)
+    weights = torch.randn(3, n, device=device, dtype=dtype) * torch.tensor([[1.0], [1e-20], [1e20]]).to(
+        values
+    )
+    place = values.double() * per_unit - grid.first
+    cell = place.floor()
+    power = (place - cell - 0.5)[:, None] ** torch.arange(points, device=device)[:, None]  # [rows, points, n]
+    is_in = cell[:, :, None] == torch.arange(grid.cells, device=device)
+    moments = (weights.double()[:, None] * power) @ is_in.double()
+    size = weights.double().abs().sum(1)[:, None, None]
+    actual = module.grid_spread(values, weights, grid)
+    # A power is rounded up to `points` times, and so is the result.
+    tolerance = 2 * points * torch.finfo(dtype).eps
+    assert_close(actual.transpose(0, 1) / size, moments / size, atol=tolerance)
+    coefficients = torch.randn(points, 3, grid.cells, device=device, dtype=dtype)
+    read = module.grid_read(coefficients, values, grid)
+    own = torch.einsum("prc,rnc->rpn", coefficients.double(), is_in.double())
+    assert_close(read, (own * power).sum(1), atol=tolerance * float(coefficients.abs().max()))
+
+
+def test_kernel_does_not_lose_a_weight_that_is_no_number(device: torch.device) -> None:
+    module = backend_module("triton", device)
+    values = torch.zeros(3, 2, device=device)
+    weights = torch.tensor([[1.0, 2.0], [1.0, torch.nan], [torch.inf, 1.0]], device=device)
+    grid = module.score_grid(values, 1.0)
+    moments = module.grid_spread(values, weights, grid)
+    assert moments[0, :, -grid.first].tolist()[0] == 3
+    assert moments.isnan().all((0, 2)).tolist() == [False, True, True]
