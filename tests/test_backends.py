@@ -9,13 +9,22 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from checks import assert_close, python
+from checks import assert_close, python, value_and_grad
 from inputs import E1
+from registry import LOSSES
 from torch import Tensor
 
 import tritonloss
 from tritonloss import backends, reference
-from tritonloss.backends import resolve_backend, selected_backend, triton_unusable, tuning, use_backend
+from tritonloss.backends import (
+    backend_module,
+    register_backend,
+    resolve_backend,
+    selected_backend,
+    triton_unusable,
+    tuning,
+    use_backend,
+)
 from tritonloss.backends import triton as triton_backend
 from tritonloss.layout import Positives
 from tritonloss.losses import PNPLoss
@@ -121,6 +130,83 @@ def test_the_choice_is_the_code_that_runs(monkeypatch: pytest.MonkeyPatch, devic
             value = PNPLoss()(rows, labels)
         assert_close(value.item(), 0.254496525, atol=6e-10)  # printed to nine digits
     assert ran == ["eager", "triton", "reference"]
+
+
+# --- a backend from outside ---
+
+
+def stand_in_backend() -> ModuleType:
+    """The eager functions under another name."""
+    module = ModuleType("stand_in")
+    for function in backends.BLOCK_FUNCTIONS:
+        setattr(module, function, getattr(importlib.import_module("tritonloss.backends.eager"), function))
+    return module
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten."""
+    monkeypatch.setattr(backends, "_registered", {})
+
+
+def test_a_registered_backend_serves_every_loss(registry: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, calls = stand_in_backend(), []
+
+    def spy(function: str) -> Any:
+        real = getattr(module, function)
+
+        def called(*args: Any) -> None:
+            calls.append(function)
+            real(*args)
+
+        return called
+
+    for function in backends.BLOCK_FUNCTIONS:
+        monkeypatch.setattr(module, function, spy(function))
+    register_backend("stand-in", module)
+    rows, labels = E1.on(CPU)
+    for case in LOSSES.values():
+        results = []
+        for name in ("stand-in", "eager"):
+            with use_backend(name):
+                results.append(value_and_grad(case.module(2, rows), rows, labels))
+        assert_close(*results)
+    assert set(calls) == set(backends.BLOCK_FUNCTIONS)
+    assert resolve_backend("auto", CPU) == "eager"
+
+
+def test_a_registered_name_is_known(registry: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_selected", "later")  # TRITONLOSS_BACKEND, before the module is imported
+    with pytest.raises(ValueError, match="TRITONLOSS_BACKEND='later': expected one of auto, eager"):
+        selected_backend()
+    module = stand_in_backend()
+    register_backend("later", module)
+    assert selected_backend() == "later"
+    assert backend_module("later", CPU) is module
+    with pytest.raises(ValueError, match="expected one of auto, eager, triton, reference, later"):
+        use_backend("sooner")
+
+
+@pytest.mark.parametrize("name", backends.BACKENDS)
+def test_our_names_are_not_replaced(name: str, registry: None) -> None:
+    with pytest.raises(ValueError, match=f"backend name is '{name}': expected another than auto"):
+        register_backend(name, stand_in_backend())
+
+
+def test_a_backend_needs_all_functions(registry: None) -> None:
+    module = stand_in_backend()
+    del module.soft_histogram_backward
+    with pytest.raises(TypeError, match=r"got none named soft_histogram_backward$"):
+        register_backend("half", module)
+    with pytest.raises(ValueError, match="backend name is 'half'"):
+        use_backend("half")
+
+
+def test_the_reference_has_no_blocks() -> None:
+    with pytest.raises(
+        RuntimeError, match="backend 'reference' was asked for, but it has no block functions"
+    ):
+        backend_module("reference", CPU)
 
 
 # --- the environment ---

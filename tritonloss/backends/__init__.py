@@ -15,31 +15,62 @@ import torch
 
 ENVIRONMENT_VARIABLE = "TRITONLOSS_BACKEND"
 BACKENDS = ("auto", "eager", "triton", "reference")
+BLOCK_FUNCTIONS = (
+    "soft_rank_forward",
+    "soft_rank_backward",
+    "soft_histogram_forward",
+    "soft_histogram_backward",
+    "proxy_logsumexp_forward",
+    "proxy_logsumexp_backward",
+)
 OLDEST_CAPABILITY = (8, 0)
 
+_registered: dict[str, ModuleType] = {}
 _selected = os.environ.get(ENVIRONMENT_VARIABLE, "auto")
+
+
+def register_backend(name: str, module: ModuleType) -> None:
+    """Add a backend: after `use_backend(name)` the losses call the block functions of `module`.
+
+    name: not one of ours; a name that was registered before is given the new module. "auto" never takes it.
+    module: has the six functions of `BLOCK_FUNCTIONS`, with the arguments of `tritonloss.backends.eager`. They must
+    serve every device and dtype that they are called with, or raise. For the algorithms of large classes it needs
+    `largest_class`, `one_class`, `score_grid`, `grid_spread` and `grid_read` as well, all or none; without them classes
+    of any size go to `soft_rank_forward` and `soft_rank_backward`.
+
+    Raises ValueError for a name of ours, TypeError if the module lacks functions.
+    """
+    if name in BACKENDS:
+        raise ValueError(f"backend name is {name!r}: expected another than {', '.join(BACKENDS)}")
+    if missing := [function for function in BLOCK_FUNCTIONS if not callable(getattr(module, function, None))]:
+        raise TypeError(f"module must have the block functions, got none named {', '.join(missing)}")
+    _registered[name] = module
+
+
+def _check_name(name: str, source: str) -> None:
+    if name not in BACKENDS and name not in _registered:
+        raise ValueError(f"{source}{name!r}: expected one of {', '.join([*BACKENDS, *_registered])}")
 
 
 def selected_backend() -> str:
     """The name set by `use_backend`, else by TRITONLOSS_BACKEND, else "auto"."""
-    if _selected not in BACKENDS:
-        raise ValueError(f"{ENVIRONMENT_VARIABLE}={_selected!r}: expected one of {', '.join(BACKENDS)}")
+    _check_name(_selected, f"{ENVIRONMENT_VARIABLE}=")
     return _selected
 
 
 class use_backend:
     """Choose the backend of every loss of this process, at once, or within a `with` block.
 
-    name: "auto", "eager", "triton" or "reference". A backend that cannot serve a call raises RuntimeError at that
-    call; it is never replaced silently. The choice is global to the process, not per thread.
+    name: "auto", "eager", "triton", "reference", or a name given to `register_backend`. A backend that cannot serve a
+    call raises RuntimeError at that call; it is never replaced silently. The choice is global to the process, not per
+    thread.
 
     Raises ValueError for another name.
     """
 
     def __init__(self, name: str) -> None:
         global _selected
-        if name not in BACKENDS:
-            raise ValueError(f"backend name is {name!r}: expected one of {', '.join(BACKENDS)}")
+        _check_name(name, "backend name is ")
         self._previous = _selected
         _selected = name
 
@@ -78,5 +109,15 @@ def resolve_backend(name: str, device: torch.device) -> str:
 
 
 def backend_module(name: str, device: torch.device) -> ModuleType:
-    """The module with the block functions (soft_rank_forward, ...) that serves `device`."""
+    """The module with the block functions (soft_rank_forward, ...) that serves `device`.
+
+    Raises RuntimeError for "reference", which has none.
+    """
+    if name in _registered:
+        return _registered[name]
+    if name == "reference":
+        raise RuntimeError(
+            "backend 'reference' was asked for, but it has no block functions: a loss that has a dense form calls that "
+            "in place of the streamed operators"
+        )
     return importlib.import_module(f"tritonloss.backends.{resolve_backend(name, device)}")

@@ -177,8 +177,11 @@ def choose(
 ) -> "OnGrid | Sorted | None":
     """The algorithm for large classes if it is the cheaper one for the block, else None: the loop of the backend.
 
-    limit: a bound of |scores|, or infinity.
+    limit: a bound of |scores|, or infinity. A registered backend need not have the functions that the algorithms call;
+    a surrogate other than the sigmoid and the one-side Huber has no algorithm.
     """
+    if not hasattr(module, "largest_class") or surrogate not in ("sigmoid", "one_side_huber"):
+        return None
     kind = "cuda" if scores.device.type == "cuda" else "cpu"
     n_keys, width = scores.shape[1], module.largest_class(positives)
     if surrogate == "one_side_huber":
