@@ -4,7 +4,7 @@ ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: train test bench bench-compare bench-plots gpu-check format clean
+.PHONY: train test bench bench-compare bench-plots gpu-check docs format clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.examples
@@ -31,17 +31,21 @@ bench-plots: $(VENV)/.bench
 gpu-check:
 	$(PYTHON) -m bench.gpu_check $(ARGS)
 
+# The user guide, as HTML in site/.
+docs: $(VENV)/.docs
+	$(PY) -m mkdocs build $(ARGS)
+
 format: $(VENV)/.test
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
 # Everything made here except the environment: remove $(VENV) by hand to start from nothing.
 clean:
-	rm -rf build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist site *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name $(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 # One stamp for each extra; all install into the same environment.
-$(VENV)/.examples $(VENV)/.test $(VENV)/.bench: $(VENV)/.%: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
+$(VENV)/.examples $(VENV)/.test $(VENV)/.bench $(VENV)/.docs: $(VENV)/.%: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	$(PY) -m pip install -c constraints.txt -e ".[$*]"
 	touch $@
 
