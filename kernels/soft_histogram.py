@@ -89,7 +89,7 @@ def soft_histogram_forward(
         begin = tl.where(hidden_start <= left, tl.maximum(hidden_stop // ALIGNMENT * ALIGNMENT, left), left)
         for tile in range(begin, right, BLOCK_N):
             column = tile + tl.arange(0, BLOCK_N)
-            counts = (column < right) & ~is_within(column, hidden_start, hidden_stop)
+            counts = (column < right) & (is_within(column, hidden_start, hidden_stop) == 0)
             score = tl.load(row_scores + column, mask=counts, other=0.0)
             position = node_position(score, n_bins, DESCENDING)
             node = position.to(tl.int32)
@@ -140,10 +140,10 @@ def soft_histogram_backward(
     hidden_start, hidden_stop = load_range(ranges, row, first_column, 1)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < n_columns
-    counts = inside & ~is_within(column, hidden_start, hidden_stop)
+    counts = inside & (is_within(column, hidden_start, hidden_stop) == 0)
     score = tl.load(row_pointer(scores, row, stride_units) + column, mask=counts, other=0.0)
     node = tl.minimum(node_position(score, n_bins, DESCENDING).to(tl.int32), n_bins - 1)
     node += tl.where(is_within(column, start, stop), 0, n_bins)
     table = slopes + row.to(tl.int64) * slopes_per_row
-    slope = tl.load(table + node, mask=counts & ~(tl.abs(score) > 1), other=0.0)
+    slope = tl.load(table + node, mask=counts & ((tl.abs(score) > 1) == 0), other=0.0)
     tl.store(row_pointer(grad_scores, row, grad_stride_units) + column, slope, mask=inside)
