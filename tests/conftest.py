@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,8 @@ if not torch.cuda.is_available():
     # Read when a kernel is decorated, so before anything imports triton: kernels run on CPU tensors.
     os.environ["TRITON_INTERPRET"] = "1"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# It imports triton, and lists functions by their identity: before `poisoned_memory` stands in for some of them.
+importlib.import_module("torch._dynamo")
 
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None, max_examples=25)
 settings.register_profile("random", deadline=None, database=None, max_examples=500)

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch._dynamo  # it knows functions of torch by their identity: before `poisoned_memory` stands in for some
 from checks import python
 from processes import run_processes
 

@@ -584,3 +584,25 @@ def test_base_is_abstract() -> None:
 
 def test_repr() -> None:
     assert "ProxyAnchorLoss(\n  5, 3, margin=0.1, alpha=32" in repr(ProxyAnchorLoss(5, 3))
+
+
+def test_a_proxy_loss_of_ones_own_under_autocast(device: torch.device) -> None:
+    """Its embeddings fit the proxies, so that it may call get_logits; outside autocast dtypes that differ are named."""
+
+    class Softmax(BaseProxyLoss):
+        def compute_loss(self, embeddings: Tensor, labels: Any, *rest: Any) -> Any:
+            losses = F.cross_entropy(self.get_logits(embeddings), labels, reduction="none")
+            return {"loss": {"losses": losses, "indices": torch.arange(len(losses))}}
+
+    criterion = Softmax(N_CLASSES, BATCH.rows.shape[1]).to(device)
+    batch = BATCH.on(device)
+    rows = batch.rows.bfloat16()
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = criterion(rows, batch.labels)
+    cosines = F.normalize(rows.double()) @ F.normalize(criterion.weight.double()).T
+    # float32: roundings of 6e-8 in cosines below 1.
+    assert_close(loss, F.cross_entropy(cosines, batch.labels), rtol=1e-6)
+    with pytest.raises(
+        ValueError, match=r"the proxies have dtype torch\.float32, the embeddings torch\.bfloat16"
+    ):
+        criterion(rows, batch.labels)

@@ -8,15 +8,15 @@ from torch import Tensor, nn
 
 from tritonloss.losses.base import BaseMetricLossFunction, check_embeddings, full_precision, output_dtype
 from tritonloss.regularizers import apply_regularizer
-from tritonloss.types import LossDict, upcast
+from tritonloss.types import IndicesTuple, LossDict, upcast
 
 
 class BaseProxyLoss(BaseMetricLossFunction):
     """Base of the losses that compare embeddings with learnable vectors, the proxies.
 
     `weight` [num_weights, embedding_size] is a parameter: give `loss.parameters()` to an optimizer, and move it with
-    `loss.to(device, dtype)`; no loss moves or casts it. A subclass defines `compute_loss`, and `default_weight_init`
-    where it needs another.
+    `loss.to(device, dtype)`; no loss moves or casts it. A subclass defines `compute_loss`, which gets embeddings that
+    fit `weight` (see `match_proxies`), and `default_weight_init` where it needs another.
 
     Args:
         num_weights: number of proxies, C.
@@ -60,6 +60,19 @@ class BaseProxyLoss(BaseMetricLossFunction):
     def default_weight_init(self, weight: Tensor) -> None:
         """Fill `weight` in place."""
         nn.init.normal_(weight)
+
+    def objective_terms(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None = None,
+        indices_tuple: IndicesTuple | None = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> LossDict:
+        # Here, because compute_loss runs outside autocast, where dtypes that differ are an error.
+        check_embeddings(embeddings, "embeddings")
+        embeddings = match_proxies(embeddings, self.weight)
+        return super().objective_terms(embeddings, labels, indices_tuple, ref_emb, ref_labels)
 
     def regularization_terms(self, embeddings: Tensor) -> LossDict:
         terms = super().regularization_terms(embeddings)

@@ -22,7 +22,7 @@ from tritonloss.losses.base import (
 from tritonloss.losses.base_proxy import BaseProxyLoss, match_proxies
 from tritonloss.ops import class_labels, proxy_logsumexp
 from tritonloss.reducers import DivisorReducer
-from tritonloss.types import IndicesTuple, LossDict, PairIndices, TripletIndices, accumulation_dtype, upcast
+from tritonloss.types import LossDict, PairIndices, TripletIndices, accumulation_dtype, upcast
 
 
 def proxy_anchor_loss(
@@ -145,19 +145,6 @@ class ProxyAnchorLoss(BaseProxyLoss):
 
     def default_reducer(self) -> Callable[..., Tensor]:
         return DivisorReducer()
-
-    def objective_terms(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None = None,
-        indices_tuple: IndicesTuple | None = None,
-        ref_emb: Tensor | None = None,
-        ref_labels: Tensor | None = None,
-    ) -> LossDict:
-        # Here, because compute_loss runs outside autocast, where dtypes that differ are an error.
-        check_embeddings(embeddings, "embeddings")
-        embeddings = match_proxies(embeddings, self.weight)
-        return super().objective_terms(embeddings, labels, indices_tuple, ref_emb, ref_labels)
 
     def compute_loss(
         self,

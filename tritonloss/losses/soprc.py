@@ -157,8 +157,8 @@ class SOPRCLoss(nn.Module):
     with `criterion(..., update=False)`, nothing is changed and v is used as it is: do that for a second forward of the
     same batch (gradient checkpointing, closures). A class that was never met uses the phi of its queries. A query
     whose scores are not finite moves nothing. A call that raises changes nothing. The state is in `state_dict`: buffers
-    v [C, V] and prior [C] float32, visits [C] int64; a state of another size is refused as a whole. In
-    distributed training give every process the gathered embeddings, else each keeps another memory.
+    v [C, V] and prior [C] float32, visits [C] int64; a state of another size is refused as a whole. Over several
+    processes use `tritonloss.distributed.DistributedLoss`, else each keeps another memory.
 
     Args:
         num_classes: C, rows of the memory.
