@@ -14,8 +14,7 @@ test: $(VENV)/.test
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	# By file: what a file's tests share, such as a group of processes, is made once.
-	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+	$(PY) -m pytest -n 2 $(ARGS)
 
 bench: $(VENV)/.bench
 	$(PY) -m bench $(ARGS)

@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import datetime
+import os
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from filelock import FileLock
 
 # Collectives that never meet raise after this long instead of hanging the tests.
 TIMEOUT = datetime.timedelta(seconds=60)
+
+
+def run_processes_once(
+    world: int, function: Callable[[], Any], factory: pytest.TempPathFactory, name: str
+) -> list[Any]:
+    """`run_processes`, once for all workers of pytest-xdist: the others wait, and read the results of the first."""
+    root = factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / f"{name}-{world}"
+    with FileLock(f"{folder}.lock"):
+        if (folder / "done").exists():
+            return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
+        folder.mkdir()
+        results = run_processes(world, function, folder)
+        (folder / "done").touch()
+        return results
 
 
 def run_processes(world: int, function: Callable[[], Any], folder: Path, seconds: float = 240) -> list[Any]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks import assert_close, assert_same
-from processes import run_processes
+from processes import run_processes_once
 from registry import LOSSES
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -364,7 +364,7 @@ def proxies_of_rank_0() -> Tensor:
 @pytest.fixture(scope="module", params=sorted(SIZES))
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What `every_case` returned in each process of a group."""
-    return run_processes(request.param, every_case, tmp_path_factory.mktemp("ranks"))
+    return run_processes_once(request.param, every_case, tmp_path_factory, "every_case")
 
 
 def parts(ranks: list[Any]) -> list[slice]:

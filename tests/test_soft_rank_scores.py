@@ -181,6 +181,6 @@ def test_operators_are_registered_in_full(name: str, device: torch.device) -> No
     arguments = {
         "soft_rank_scores": (scores, positives, negatives, "sigmoid", 0.3, -1, 1 << 20, True, "eager"),
         "memory_rank": (scores[:, 0].detach().requires_grad_(), scores.detach(), start, 0.3, 1 << 20, True),
-        "semi_variance": (scores, start, count, scores[0, :2].detach(), -1, 1 << 20),
+        "semi_variance": (scores, start, count, scores[0, :2].detach(), 0, -1, 1 << 20),
     }[name]
     torch.library.opcheck(getattr(torch.ops.tritonloss, name).default, arguments)

@@ -13,17 +13,23 @@ from tritonloss.backends.large_classes import Grid, grid_of_range
 from tritonloss.layout import Positives
 
 
-def _surrogate(difference: Tensor, surrogate: str, slope: Tensor | None = None) -> Tensor:
-    """g of the difference plus SHIFT, in its memory; g' / SCALE in the memory of `slope`, if given. -inf gives 0."""
+def _add_up(difference: Tensor, surrogate: str, scratch: Tensor, rank: Tensor, slope: Tensor | None) -> None:
+    """Write the row sums of g into `rank`, of g' / SCALE into `slope`, [rows] each; of the difference plus SHIFT.
+
+    The difference and the scratch, of its shape, are overwritten. A difference of -inf counts 0 for both.
+    """
     if surrogate == "sigmoid":
         value = difference.sigmoid_()
+        torch.sum(value, 1, out=rank)
         if slope is not None:
-            torch.addcmul(value, value, value, value=-1, out=slope)
-        return value
+            torch.sum(value.addcmul_(value, value, value=-1), 1, out=slope)
+        return
     lifted = difference.clamp_(min=0)
-    rise = torch.clamp(lifted, max=1, out=slope)
+    rise = torch.clamp(lifted, max=1, out=scratch)
+    if slope is not None:
+        torch.sum(rise, 1, out=slope)
     # rise (2 lifted - rise): the parabola while both are equal, the line 2 lifted - 1 above 1.
-    return torch.lerp(rise, lifted, 2, out=lifted).mul_(rise)
+    torch.sum(torch.lerp(rise, lifted, 2, out=lifted).mul_(rise), 1, out=rank)
 
 
 def _surrogate_slope(difference: Tensor, surrogate: str) -> Tensor:
@@ -79,8 +85,10 @@ def soft_rank_forward(
     """
     rectangle = _Rectangle(positives, scores.shape[1])
     positive = scores.gather(1, rectangle.columns)
-    negative = scores.scatter(1, rectangle.columns, -torch.inf)
-    rank, slope = _sums_over_columns(negative, positive, surrogate, slopes is not None)
+    # A copy without the positives would cost more than to take them out and put them back.
+    scores.scatter_(1, rectangle.columns, -torch.inf)
+    rank, slope = _sums_over_columns(scores, positive, surrogate, slopes is not None)
+    scores.scatter_(1, rectangle.columns, positive)
     rectangle.write(ranks, rank)
     rectangle.write(positive_scores, positive)
     if slopes is not None:
@@ -100,14 +108,13 @@ def _sums_over_columns(
     rank, slope = torch.empty_like(positive), torch.empty_like(positive)
     threshold = positive - SHIFT[surrogate]
     difference = torch.empty_like(columns)
-    derivative = torch.empty_like(columns) if with_slope else None
+    # The sigmoid has no use for a second block.
+    scratch = difference if surrogate == "sigmoid" else torch.empty_like(columns)
     for p in range(positive.shape[1]):
         torch.sub(columns, threshold[:, p : p + 1], out=difference)
         if skip:
             difference[:, p] = -torch.inf
-        torch.sum(_surrogate(difference, surrogate, derivative), 1, out=rank[:, p])
-        if derivative is not None:
-            torch.sum(derivative, 1, out=slope[:, p])
+        _add_up(difference, surrogate, scratch, rank[:, p], slope[:, p] if with_slope else None)
     return rank, slope.mul_(SCALE[surrogate]) if with_slope else slope
 
 

@@ -91,7 +91,15 @@ def pnp_loss(
         raise ValueError(f"reduction is {reduction!r}: expected one of {', '.join(get_args(Reduction))}")
     with full_precision(embeddings):
         per_query, is_query = per_query_pnp(
-            embeddings, labels, b, alpha, anneal, variant, max_class_size, memory_budget
+            embeddings,
+            labels,
+            b,
+            alpha,
+            anneal,
+            variant,
+            max_class_size,
+            memory_budget,
+            in_order=reduction == "none",
         )
         loss = per_query if reduction == "none" else mean_of_queries(per_query, is_query)
     return loss.to(output_dtype(embeddings))
@@ -157,6 +165,7 @@ class PNPLoss(BaseMetricLossFunction):
             self.variant,
             self.max_class_size,
             self.memory_budget,
+            in_order=False,
         )
         return {"loss": {"losses": mean_of_queries(per_query, is_query), "indices": None}}
 
@@ -185,8 +194,10 @@ def per_query_pnp(
     variant: PNPVariant,
     max_class_size: int | None,
     memory_budget: int | None,
+    *,
+    in_order: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each row as a query [N], and whether it is one [N] bool."""
+    """The loss of each row as a query [N], and whether it is one [N] bool; sorted by class unless `in_order`."""
     if selected_backend() == "reference":
         return reference.pnp(upcast(embeddings), labels, b=b, alpha=alpha, anneal=anneal, variant=variant)
     layout = ClassLayout.from_labels(labels)
@@ -202,7 +213,8 @@ def per_query_pnp(
         score_limit=1,
         memory_budget=memory_budget,
     )
-    return layout.unsort(per_query), layout.unsort(count > 0)
+    is_query = count > 0
+    return (layout.unsort(per_query), layout.unsort(is_query)) if in_order else (per_query, is_query)
 
 
 def penalty(ranks: Tensor, variant: PNPVariant, b: float, alpha: float) -> Tensor:
