@@ -434,20 +434,25 @@ class SOPRCLoss(nn.Module):
         self, pairs: Pairs, scores: Tensor, phi: Tensor, is_fresh: Tensor, score_range: ScoreRange
     ) -> tuple[Tensor, Tensor]:
         """What v of each query's class moves to [Q, V], and whether there is such a target [Q] bool."""
-        order = torch.argsort(pairs.classes, stable=True)
-        run, length = runs(pairs.classes[order])
-        place = torch.argsort(order)
-        chosen = is_fresh[order]
+        order = None if pairs.in_class_order else torch.argsort(pairs.classes, stable=True)
+        place = None if order is None else torch.argsort(order)
+
+        def arranged(rows: Tensor, index: Tensor | None) -> Tensor:
+            return rows if index is None else rows[index]
+
+        run, length = runs(arranged(pairs.classes, order))
+        chosen = arranged(is_fresh, order)
         if self.update == "last":
             seen = torch.cumsum(chosen, 0)
             chosen = chosen & (seen == seen[torch.cumsum(length, 0)[run] - 1])
         n_chosen = segment_sum(chosen.to(phi.dtype), length)
         if self.update == "pool":
-            targets = self._pooled(pairs, scores, chosen[place], run[place], score_range)
+            own = arranged(chosen, place), arranged(run, place)
+            targets = self._pooled(pairs, scores, *own, score_range)
         else:
-            total = segment_sum(torch.where(chosen[:, None], phi[order], 0), length)
+            total = segment_sum(torch.where(chosen[:, None], arranged(phi, order), 0), length)
             targets = total / n_chosen.clamp(min=1)[:, None]
-        return targets[run][place], (n_chosen > 0)[run][place]
+        return arranged(targets[run], place), arranged((n_chosen > 0)[run], place)
 
     def _pooled(
         self, pairs: Pairs, scores: Tensor, is_fresh: Tensor, run: Tensor, score_range: ScoreRange

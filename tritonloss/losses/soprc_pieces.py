@@ -111,7 +111,7 @@ class Pairs:
     scores, query, used: [M], the score h, the index of the query, and whether it is a pair (a query with itself, and
     the padding of a bounded layout, are none). ranks: [M], the sum of l_1 over the negatives of the query; None under
     the reference, which reads `matrix`: the scores, the positives and the negatives [Q, N] themselves.
-    count, n_positives, n_negatives, classes: [Q]; count includes what is not used.
+    count, n_positives, n_negatives, classes: [Q]; count includes what is not used. in_class_order: classes ascend.
     """
 
     scores: Tensor
@@ -123,6 +123,7 @@ class Pairs:
     n_negatives: Tensor
     classes: Tensor
     matrix: tuple[Tensor, Tensor, Tensor] | None = None
+    in_class_order: bool = False
 
     @property
     def is_query(self) -> Tensor:
@@ -173,7 +174,8 @@ def pairs_of_sorted_rows(
     # soft_rank counts a query among its positives: that pair is dropped here.
     used = (slot < count[query]) & (layout.start[query] + slot != query)
     n_positives = (count - 1).clamp(min=0)
-    return Pairs(scores, ranks, query, used, count, n_positives, rows.shape[0] - layout.count, classes)
+    n_negatives = rows.shape[0] - layout.count
+    return Pairs(scores, ranks, query, used, count, n_positives, n_negatives, classes, in_class_order=True)
 
 
 def pairs_of_scores(
