@@ -6,7 +6,8 @@ is a factor of one run, on a machine that does nothing else:
 
 - speed: time of a rival over ours, forward and backward; a larger one is better;
 - growth: our time at 2 N over that at N; a smaller one is better;
-- memory: our peak over a rival's; a smaller one is better.
+- memory: our peak over a rival's; a smaller one is better;
+- what the function `ratios` of a benchmark adds.
 
 Exit status: 0; 1 if a ratio is worse than the baseline by more than the margin; 2 if nothing could be compared.
 """
@@ -100,7 +101,9 @@ def load(benchmark: str, file: Path) -> dict[str, float]:
     results = json.loads(file.read_text())
     if benchmark != GPU:
         case = importlib.import_module(f"bench.{benchmark}")
-        return ratios(case.AXES, report.rows(case, results, "min"), LEAST_CPU_SECONDS)
+        table = report.rows(case, results, "min")
+        own = case.ratios(table) if hasattr(case, "ratios") else {}
+        return {**ratios(case.AXES, table, LEAST_CPU_SECONDS), **own}
     return {
         f"{loss}, {name}": goodness
         for loss, (axes, table) in summary.tables(results).items()

@@ -48,3 +48,9 @@ def verdicts(table: Table) -> Iterator[tuple[str, float, bool]]:
     # Rank, score and slope of the 33.5 million pairs alone are 384 MiB; the similarity is another 256.
     size = large.peak / MEBIBYTE
     yield "N = 8192, 2 classes, peak MiB above the inputs, at most 640", size, size <= 640
+
+
+def ratios(table: Table) -> dict[str, float]:
+    """What `bench.compare` compares; larger is better."""
+    few, many = (table["tritonloss", 8192, classes, True].seconds for classes in (2, 2048))
+    return {"N = 8192, 2 classes: speed against 2048 classes": many / few}

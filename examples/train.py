@@ -130,11 +130,12 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=args.steps)
 
     def evaluate() -> Retrieval:
-        return retrieval(embed(network, unseen.images), unseen.labels)
+        # One process evaluates; the others wait for it at the next batch.
+        return retrieval(embed(network, unseen.images), unseen.labels) if rank == 0 else Retrieval(0, 0)
 
-    raw = retrieval(unseen.images, unseen.labels)
     scores, values, seconds = {0: evaluate()}, [], []
     if rank == 0:
+        raw = retrieval(unseen.images, unseen.labels)
         print(f"raw pixels         {raw}\nuntrained network  {scores[0]}")
     bar = tqdm(range(1, args.steps + 1), desc=args.loss, unit="step", disable=rank > 0)
     for step in bar:
