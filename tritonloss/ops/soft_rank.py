@@ -1,8 +1,7 @@
 """`soft_rank`: how many negatives stand above each positive of each query, softly counted."""
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Sequence  # noqa: UP035: torch 2.6 makes no schema of that of collections.abc
 
 import torch
 from torch import Tensor
