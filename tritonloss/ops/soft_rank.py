@@ -1,7 +1,9 @@
 """`soft_rank`: how many negatives stand above each positive of each query, softly counted."""
 
 import math
-from typing import Any, NamedTuple, Sequence  # noqa: UP035: torch 2.6 makes no schema of that of collections.abc
+
+# The Sequence of collections.abc is none that torch 2.6 makes a schema of.
+from typing import Any, NamedTuple, Sequence  # noqa: UP035
 
 import torch
 from torch import Tensor
