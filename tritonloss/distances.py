@@ -1,7 +1,6 @@
 """Distances and similarities between the rows of two matrices."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
 from typing import Any, Protocol, cast
 
 import torch
@@ -219,9 +218,10 @@ def check_distance(distance: object) -> Distance:
 def _has_formula(distance: object, name: str, expected: Mapping[str, object]) -> bool:
     """Whether `distance` is a `name` whose formula nothing replaces, with these attributes."""
     classes = type(distance).__mro__
-    derived = tuple(takewhile(lambda cls: cls.__name__ != name, classes))
-    if len(derived) == len(classes):
+    names = [cls.__name__ for cls in classes]
+    if name not in names:
         return False
+    derived = classes[: names.index(name)]
     formula = {"__call__", "forward", "compute_mat", "maybe_normalize", "normalize"}
     if any(formula & vars(owner).keys() for owner in (distance, *derived)):
         return False
