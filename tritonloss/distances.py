@@ -221,9 +221,11 @@ def _has_formula(distance: object, name: str, expected: Mapping[str, object]) ->
     names = [cls.__name__ for cls in classes]
     if name not in names:
         return False
-    derived = classes[: names.index(name)]
-    formula = {"__call__", "forward", "compute_mat", "maybe_normalize", "normalize"}
-    if any(formula & vars(owner).keys() for owner in (distance, *derived)):
+    formula = ("__call__", "forward", "compute_mat", "maybe_normalize", "normalize")
+    original = classes[names.index(name)]
+    if any(getattr(type(distance), part, None) is not getattr(original, part, None) for part in formula):
+        return False
+    if any(part in distance.__dict__ for part in formula):
         return False
     return all(getattr(distance, attribute, None) == value for attribute, value in expected.items())
 
