@@ -453,5 +453,6 @@ class Refuse(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Refuse())
 import bench.gpu_check.__main__, bench.gpu_check.worker
+print(bench.gpu_check.worker.NEW_PROCESS)
 """
-    python(code)
+    assert python(code) == f"{worker.NEW_PROCESS}\n"
