@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor, nn
 
+from bench.__main__ import RESULTS, file_name
 from bench.report import machine
 from tritonloss import losses
 from tritonloss.distributed import DistributedLoss
@@ -48,8 +49,7 @@ def main() -> None:
         cells = [f"{seconds[p][name]:.3f} ({seconds[p][name] / alone:.2f})" for p in PROCESSES]
         lines.append("| " + " | ".join([name, *cells]) + " |")
     text = "\n".join(lines) + "\n"
-    slug = "-".join("".join(c if c.isalnum() else " " for c in machine().lower()).split())
-    (Path(__file__).parent / "results" / f"distributed-{slug}.md").write_text(text)
+    (RESULTS / file_name("distributed")).with_suffix(".md").write_text(text)
     print(text)
 
 
