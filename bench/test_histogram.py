@@ -5,6 +5,7 @@ import torch
 
 from bench.histogram import SIZES, step
 from bench.memory import peak_bytes
+from bench.timing import measure
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [(name, n, backward) for name, sizes in SIZES.items() for n in sizes for backward in (False, True)]
@@ -15,9 +16,8 @@ def test_histogram(benchmark, name: str, n: int, backward: bool) -> None:
     run = step(name, n, backward, DEVICE)
     # No figure for a wrong value. The rivals add the masses of all pairs in float32.
     torch.testing.assert_close(run(), step("tritonloss", n, backward, DEVICE)(), rtol=1e-4, atol=0)
-    slow = (name.startswith("pml") and n >= 512) or n >= 8192
     benchmark.group = f"N = {n}, {'forward + backward' if backward else 'forward'}"
     benchmark.extra_info.update(name=name, N=n, backward=backward, device=DEVICE)
     if backward:
         benchmark.extra_info["peak_bytes"] = peak_bytes("histogram", name, n, device=DEVICE)
-    benchmark.pedantic(run, rounds=1 if slow else 7, warmup_rounds=0 if slow else 2)
+    measure(benchmark, run)

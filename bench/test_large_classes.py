@@ -5,6 +5,7 @@ import torch
 
 from bench.large_classes import SIZES, step
 from bench.memory import peak_bytes
+from bench.timing import measure
 from tritonloss.backends import large_classes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,4 +29,4 @@ def test_large_classes(
         benchmark.extra_info["peak_bytes"] = peak_bytes(
             "large_classes", "tritonloss", n, n_classes, device=DEVICE
         )
-    benchmark.pedantic(run, rounds=5, warmup_rounds=1)
+    measure(benchmark, run)

@@ -5,6 +5,7 @@ import torch
 
 from bench.memory import peak_bytes
 from bench.soprc import SIZES, step
+from bench.timing import measure
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [
@@ -21,4 +22,4 @@ def test_soprc(benchmark, name: str, n: int, dimension: int, backward: bool) -> 
     benchmark.extra_info.update(name=name, N=n, D=dimension, backward=backward, device=DEVICE)
     if backward:
         benchmark.extra_info["peak_bytes"] = peak_bytes("soprc", name, n, dimension, device=DEVICE)
-    benchmark.pedantic(run, rounds=5, warmup_rounds=1)
+    measure(benchmark, run)
