@@ -74,12 +74,12 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
         ctx.save_for_backward(order)
-        return rows[order]
+        return rows.index_select(0, order)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (order,) = ctx.saved_tensors
-        return torch.empty_like(grad).index_copy(0, order, grad), None
+        return torch.empty_like(grad).index_copy_(0, order, grad), None
 
 
 def segment_mean(values: Tensor, count: Tensor) -> Tensor:
