@@ -374,14 +374,14 @@ def calls(backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -
         module.soft_rank_forward, module.soft_rank_backward, torch.mm, torch.Tensor.addmm_
     )  # fmt: skip
 
-    def count_forward(*args: Any) -> None:
+    def count_forward(*args: Any, **kwargs: Any) -> None:
         counted.forward += 1
         counted.slopes += args[4] is not None
-        forward(*args)
+        forward(*args, **kwargs)
 
-    def count_backward(*args: Any) -> None:
+    def count_backward(*args: Any, **kwargs: Any) -> None:
         counted.backward += 1
-        backward(*args)
+        backward(*args, **kwargs)
 
     def count_mm(*args: Any, **kwargs: Any) -> Tensor:
         counted.mm += 1
@@ -430,6 +430,55 @@ def test_kept_and_recomputed_similarities_give_the_same_bits(
     recomputed = evaluate(problem, streamed(surrogate, memory_budget=fits - 1))
     assert calls.mm == 3 * n_blocks
     assert_same(recomputed, kept)
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The blocks of derivatives, [Q, N] each, that every call keeps for its backward pass; 0 for none."""
+    numbers = []
+    count = OP._derivatives_to_keep
+
+    def spy(*args: Any) -> int:
+        numbers.append(count(*args))
+        return numbers[-1]
+
+    monkeypatch.setattr(OP, "_derivatives_to_keep", spy)
+    return numbers
+
+
+@pytest.mark.parametrize("positive_ranks", [False, True])
+@surrogates
+@problems
+def test_kept_and_recomputed_derivatives_give_the_same_bits(
+    make: Callable[[torch.device], Problem],
+    surrogate: str,
+    positive_ranks: bool,
+    kept: list[int],
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = make(device)
+    with use_backend("eager"):
+        from_kept = evaluate(problem, streamed(surrogate, positive_ranks=positive_ranks))
+        monkeypatch.setattr(backend_module("eager", device), "DERIVATIVE_BYTES", 0)
+        recomputed = evaluate(problem, streamed(surrogate, positive_ranks=positive_ranks))
+    assert kept == [int(problem.count.max()) if len(problem.count) else 0, 0]
+    assert_same(from_kept, recomputed)
+
+
+def test_derivatives_are_kept_below_their_limit_and_the_budget(
+    kept: list[int], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = by_class([2, 3, 4], 4, device)
+    size = 9 * 4 * 9 * 8  # queries, largest class, keys, bytes
+    with use_backend("eager"):
+        for budget in (size, size - 1):
+            evaluate(problem, streamed(memory_budget=budget))
+        for limit in (size, size - 1):
+            monkeypatch.setattr(backend_module("eager", device), "DERIVATIVE_BYTES", limit)
+            evaluate(problem, streamed())
+        soft_rank(*problem)  # without a gradient
+    assert kept == [4, 0, 4, 0]
 
 
 def test_blocks_without_pairs_are_skipped(

@@ -12,20 +12,26 @@ from torch import Tensor
 from tritonloss.backends.large_classes import Grid, grid_of_range
 from tritonloss.layout import Positives
 
+# To read a derivative back from the last-level cache takes less time than to compute it again; from memory, more.
+DERIVATIVE_BYTES = 16 << 20
 
-def _add_up(difference: Tensor, surrogate: str, scratch: Tensor, rank: Tensor, slope: Tensor | None) -> None:
+
+def _add_up(
+    difference: Tensor, surrogate: str, derivative: Tensor, rank: Tensor, slope: Tensor | None
+) -> None:
     """Write the row sums of g into `rank`, of g' / SCALE into `slope`, [rows] each; of the difference plus SHIFT.
 
-    The difference and the scratch, of its shape, are overwritten. A difference of -inf counts 0 for both.
+    With `slope`, g' / SCALE is left in `derivative`, which may be the difference where that is a sigmoid's; the
+    difference is overwritten. A difference of -inf counts 0 for both.
     """
     if surrogate == "sigmoid":
-        value = difference.sigmoid_()
+        value = torch.sigmoid(difference, out=derivative)
         torch.sum(value, 1, out=rank)
         if slope is not None:
             torch.sum(value.addcmul_(value, value, value=-1), 1, out=slope)
         return
     lifted = difference.clamp_(min=0)
-    rise = torch.clamp(lifted, max=1, out=scratch)
+    rise = torch.clamp(lifted, max=1, out=derivative)
     if slope is not None:
         torch.sum(rise, 1, out=slope)
     # rise (2 lifted - rise): the parabola while both are equal, the line 2 lifted - 1 above 1.
@@ -49,24 +55,32 @@ class _Rectangle:
     """The pairs of a block as [rows, width], and their places among the columns and in the flat tensors."""
 
     def __init__(self, positives: Positives, n_keys: int) -> None:
-        facts = torch.stack([positives.count.max(), positives.count.sum(), positives.offset[0]])
-        self.width, n_pairs, first = map(int, facts.tolist())
-        slot = torch.arange(self.width, device=positives.start.device)
-        self.valid = slot < positives.count[:, None]
-        columns = (positives.start[:, None] + slot).clamp_(max=n_keys - 1)
-        # An unused slot repeats the row's first positive, so that gathers stay in range and scatters stay harmless.
-        self.columns = torch.where(self.valid, columns, columns[:, :1])
+        count = positives.count
+        self.width, n_pairs, first = torch.stack([count.max(), count.sum(), positives.offset[0]]).tolist()
         self.flat = slice(first, first + n_pairs)
+        slot = torch.arange(self.width, device=count.device)
+        self.columns = positives.start[:, None] + slot
+        # None where all rows have as many pairs: then flat tensors and rectangles are views of each other.
+        self.valid = None
+        if n_pairs < len(count) * self.width:
+            self.valid = slot < count[:, None]
+            # An unused slot repeats the row's first positive, so that gathers stay in range and scatters harmless.
+            first_column = positives.start.clamp(max=n_keys - 1)[:, None]
+            self.columns = torch.where(self.valid, self.columns, first_column)
 
     def write(self, flat: Tensor, rectangle: Tensor) -> None:
-        flat[self.flat] = rectangle[self.valid]
+        flat[self.flat] = rectangle.reshape(-1) if self.valid is None else rectangle[self.valid]
 
     def read(self, flat: Tensor) -> Tensor:
-        return flat.new_zeros(self.valid.shape).masked_scatter_(self.valid, flat[self.flat])
+        if self.valid is None:
+            return flat[self.flat].view(self.columns.shape)
+        return flat.new_zeros(self.columns.shape).masked_scatter_(self.valid, flat[self.flat])
 
     def scatter(self, rectangle: Tensor, block: Tensor) -> None:
         """Write the values of the pairs to their columns of the block [rows, N]; a row without pairs is set to 0."""
-        block.scatter_(1, self.columns, torch.where(self.valid, rectangle, rectangle[:, :1]))
+        if self.valid is not None:
+            rectangle = torch.where(self.valid, rectangle, rectangle[:, :1])
+        block.scatter_(1, self.columns, rectangle)
 
 
 def soft_rank_forward(
@@ -78,43 +92,65 @@ def soft_rank_forward(
     positive_scores: Tensor,
     positive_ranks: Tensor | None = None,
     positive_slopes: Tensor | None = None,
+    derivatives: Tensor | None = None,
 ) -> None:
     """Write rank, slope (if `slopes` is given) and score of every pair of the block into the flat tensors [M].
 
-    With `positive_ranks` also the rank among the other positives, and its slope (if `positive_slopes` is given).
+    With `positive_ranks` also the rank among the other positives, and its slope (if `positive_slopes` is given). With
+    `derivatives` [width, rows, N] also g' / SCALE of every (positive, key), 0 where the key is a positive; the scores
+    are then overwritten, and may be the last of its blocks.
     """
     rectangle = _Rectangle(positives, scores.shape[1])
     positive = scores.gather(1, rectangle.columns)
     # A copy without the positives would cost more than to take them out and put them back.
     scores.scatter_(1, rectangle.columns, -torch.inf)
-    rank, slope = _sums_over_columns(scores, positive, surrogate, slopes is not None)
-    scores.scatter_(1, rectangle.columns, positive)
+    rank, slope = _sums_over_columns(scores, positive, surrogate, slopes is not None, derivatives)
+    if derivatives is None:
+        scores.scatter_(1, rectangle.columns, positive)
     rectangle.write(ranks, rank)
     rectangle.write(positive_scores, positive)
     if slopes is not None:
         rectangle.write(slopes, slope)
     if positive_ranks is not None:
-        others = positive.masked_fill(~rectangle.valid, -torch.inf)
-        rank, slope = _sums_over_columns(others, positive, surrogate, positive_slopes is not None, skip=True)
+        others = positive
+        if rectangle.valid is not None:
+            others = positive.masked_fill(~rectangle.valid, -torch.inf)
+        with_slope = positive_slopes is not None
+        rank, slope = _sums_over_columns(others, positive, surrogate, with_slope, skip=True)
         rectangle.write(positive_ranks, rank)
         if positive_slopes is not None:
             rectangle.write(positive_slopes, slope)
 
 
+def _empty_strided_like(columns: Tensor) -> Tensor:
+    # Vector loops of torch end where rows do, and round the rest in another way: with the strides of `columns`, kept
+    # derivatives and recomputed ones are the same bits.
+    return torch.empty_strided(columns.shape, columns.stride(), dtype=columns.dtype, device=columns.device)
+
+
 def _sums_over_columns(
-    columns: Tensor, positive: Tensor, surrogate: str, with_slope: bool, skip: bool = False
+    columns: Tensor,
+    positive: Tensor,
+    surrogate: str,
+    with_slope: bool,
+    derivatives: Tensor | None = None,
+    skip: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The sums of g and of g' over the columns of each row, [rows, width] each; `skip`: without column p for p."""
     rank, slope = torch.empty_like(positive), torch.empty_like(positive)
     threshold = positive - SHIFT[surrogate]
-    difference = torch.empty_like(columns)
-    # The sigmoid has no use for a second block.
-    scratch = difference if surrogate == "sigmoid" else torch.empty_like(columns)
+    if derivatives is None:
+        derivatives = _empty_strided_like(columns).expand(positive.shape[1], -1, -1)
+    # A sigmoid is replaced by its derivative in one memory; a one-side Huber needs both.
+    difference = None if surrogate == "sigmoid" else _empty_strided_like(columns)
     for p in range(positive.shape[1]):
-        torch.sub(columns, threshold[:, p : p + 1], out=difference)
+        derivative = derivatives[p]
+        above = torch.sub(
+            columns, threshold[:, p : p + 1], out=derivative if difference is None else difference
+        )
         if skip:
-            difference[:, p] = -torch.inf
-        _add_up(difference, surrogate, scratch, rank[:, p], slope[:, p] if with_slope else None)
+            above[:, p] = -torch.inf
+        _add_up(above, surrogate, derivative, rank[:, p], slope[:, p] if with_slope else None)
     return rank, slope.mul_(SCALE[surrogate]) if with_slope else slope
 
 
@@ -129,16 +165,18 @@ def soft_rank_backward(
     grad_scores: Tensor,
     positive_slopes: Tensor | None = None,
     grad_positive_ranks: Tensor | None = None,
+    derivatives: Tensor | None = None,
 ) -> None:
     """Write the gradient of the block's scores into `grad_scores` [rows, N].
 
-    positive_slopes and grad_positive_ranks: of the ranks among the positives, both or neither.
+    positive_slopes and grad_positive_ranks: of the ranks among the positives, both or neither. With the `derivatives`
+    of the forward pass, the scores are not read.
     """
-    rectangle = _Rectangle(positives, scores.shape[1])
+    rectangle = _Rectangle(positives, grad_scores.shape[1])
     positive = rectangle.read(positive_scores)
     weight = rectangle.read(grad_ranks)
     grad_scores.zero_()
-    _add_weighted_slopes(scores, positive, weight, surrogate, grad_scores)
+    _add_weighted_slopes(scores, positive, weight, surrogate, grad_scores, derivatives)
     own = rectangle.read(grad_positive_scores) - weight * rectangle.read(slopes)
     if positive_slopes is not None and grad_positive_ranks is not None:
         weight = rectangle.read(grad_positive_ranks)
@@ -148,12 +186,25 @@ def soft_rank_backward(
 
 
 def _add_weighted_slopes(
-    columns: Tensor, positive: Tensor, weight: Tensor, surrogate: str, total: Tensor, skip: bool = False
+    columns: Tensor,
+    positive: Tensor,
+    weight: Tensor,
+    surrogate: str,
+    total: Tensor,
+    derivatives: Tensor | None = None,
+    skip: bool = False,
 ) -> None:
-    """Add the sum over p of weight[:, p] g'(columns - positive[:, p]) to `total`; `skip`: not to column p for p."""
-    difference = torch.empty_like(columns)
-    threshold, weight = positive - SHIFT[surrogate], weight * SCALE[surrogate]
-    for p in range(positive.shape[1]):
+    """Add the sum over p of weight[:, p] g'(columns - positive[:, p]) to `total`; `skip`: not to column p for p.
+
+    derivatives: g' / SCALE [width, rows, N], if they were kept; then neither columns nor positive are read.
+    """
+    weight = weight * SCALE[surrogate]
+    if derivatives is not None:
+        for p in range(weight.shape[1]):
+            total.addcmul_(derivatives[p], weight[:, p : p + 1])
+        return
+    difference, threshold = _empty_strided_like(columns), positive - SHIFT[surrogate]
+    for p in range(weight.shape[1]):
         torch.sub(columns, threshold[:, p : p + 1], out=difference)
         if skip:
             difference[:, p] = -torch.inf

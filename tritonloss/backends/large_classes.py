@@ -172,6 +172,14 @@ def sorting_pays(n_keys: int, width: int, kind: str) -> bool:
     return cost.ordered * n_keys + cost.looked_up * width < cost.pair * n_keys * width
 
 
+def may_pay(n_keys: int, width: int, surrogate: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether either algorithm could cost less than the direct loop, for some range of the scores."""
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    if surrogate == "one_side_huber":
+        return sorting_pays(n_keys, width, kind)
+    return surrogate == "sigmoid" and dtype in STENCILS and grid_pays(n_keys, width, 0, kind)
+
+
 def choose(
     module: ModuleType, scores: Tensor, positives: Positives, surrogate: str, limit: float
 ) -> "OnGrid | Sorted | None":
@@ -180,16 +188,15 @@ def choose(
     limit: a bound of |scores|, or infinity. A registered backend need not have the functions that the algorithms call;
     a surrogate other than the sigmoid and the one-side Huber has no algorithm.
     """
-    if not hasattr(module, "largest_class") or surrogate not in ("sigmoid", "one_side_huber"):
+    if not hasattr(module, "largest_class"):
         return None
-    kind = "cuda" if scores.device.type == "cuda" else "cpu"
     n_keys, width = scores.shape[1], module.largest_class(positives)
-    if surrogate == "one_side_huber":
-        return Sorted(module, width) if sorting_pays(n_keys, width, kind) else None
-    # Without nodes first: the scores are looked at only if any grid could pay.
-    if scores.dtype not in STENCILS or not grid_pays(n_keys, width, 0, kind):
+    if not may_pay(n_keys, width, surrogate, scores.dtype, scores.device):
         return None
+    if surrogate == "one_side_huber":
+        return Sorted(module, width)
     grid = module.score_grid(scores, limit)
+    kind = "cuda" if scores.device.type == "cuda" else "cpu"
     return OnGrid(module, grid, width) if grid and grid_pays(n_keys, width, grid.nodes, kind) else None
 
 

@@ -113,6 +113,8 @@ def soft_rank(
     budget = budget_bytes(queries.device, memory_budget)
     if sizes is None and max_class_size is None and not torch.compiler.is_compiling():
         sizes = pair_sizes(count, rows_of_block(queries, keys, budget))
+    save = torch.is_grad_enabled() and (queries.requires_grad or keys.requires_grad)
+    backend = selected_backend()
     ranks, scores, among, *_ = _soft_rank(
         queries,
         keys,
@@ -126,9 +128,10 @@ def soft_rank(
         [] if sizes is None else sizes.largest,
         -1 if sizes is None else sum(sizes.total),
         budget,
-        torch.is_grad_enabled() and (queries.requires_grad or keys.requires_grad),
+        save,
+        _derivatives_to_keep(queries, keys, sizes, surrogate, budget, backend) if save else 0,
         queries is keys,
-        selected_backend(),
+        backend,
     )
     return SoftRanks(ranks, scores * temperature, among if positive_ranks else None)
 
@@ -139,8 +142,41 @@ def rows_of_block(queries: Tensor, keys: Tensor, budget: int) -> int:
     return rows_per_block(queries.shape[0], keys.shape[0], keys.itemsize, keys.device, budget)
 
 
-def _keeps_similarity(queries: Tensor, keys: Tensor, save: bool, budget: int) -> bool:
-    return save and keeps_similarity(queries.shape[0], keys.shape[0], keys.itemsize, budget)
+def _derivatives_to_keep(
+    queries: Tensor, keys: Tensor, sizes: PairSizes | None, surrogate: str, budget: int, backend: str
+) -> int:
+    """The largest class if the derivatives of every (positive, key) are kept for the backward pass, else 0.
+
+    They are where the backend has a limit for them, DERIVATIVE_BYTES, and a batch of one block stays below it.
+    """
+    if sizes is None or len(sizes.largest) != 1:
+        return 0
+    (width,) = sizes.largest
+    limit = min(getattr(backend_module(backend, queries.device), "DERIVATIVE_BYTES", 0), budget)
+    fits = keeps_similarity(queries.shape[0] * width, keys.shape[0], keys.itemsize, limit)
+    if not fits or large_classes.may_pay(keys.shape[0], width, surrogate, keys.dtype, keys.device):
+        return 0
+    return width
+
+
+def _kept_rows(queries: Tensor, keys: Tensor, save: bool, n_derivatives: int, budget: int) -> int:
+    """The rows [N] that the backward pass is given: all derivatives, the similarity, or none."""
+    if n_derivatives:
+        return queries.shape[0] * n_derivatives
+    keep = save and keeps_similarity(queries.shape[0], keys.shape[0], keys.itemsize, budget)
+    return queries.shape[0] if keep else 0
+
+
+def _kept_scores(kept: Tensor, n_keys: int, n_derivatives: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """The similarity [Q, N] and the option of the block functions for derivatives [n_derivatives, Q, N], if any.
+
+    With derivatives, the similarity is their last block, which overwrites it.
+    """
+    rows = kept[:, :n_keys]
+    if not n_derivatives:
+        return rows, {}
+    derivatives = rows.unflatten(0, (n_derivatives, -1))
+    return derivatives[-1], {"derivatives": derivatives}
 
 
 @operator("soft_rank")
@@ -158,13 +194,15 @@ def _soft_rank(
     n_pairs: int,
     budget: int,
     save: bool,
+    n_derivatives: int,
     shared: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Ranks [M], scores / temperature [M], ranks among the positives [M], and what the backward pass needs.
 
-    That is, if `save`, both slopes [M], and the similarity [Q, N] if it is kept; then [0, P], which has no elements:
-    its shape tells the backward pass the largest class size P without another host sync. What is about the positives
+    That is, if `save`, both slopes [M], and the similarity [Q, N] if it is kept, or the derivatives
+    [n_derivatives * Q, N] instead; then [0, P], which has no elements: its shape tells the backward pass the largest
+    class size P without another host sync. What is about the positives
     alone is empty unless `with_positives`. A max_class_size of -1 means none was given; widths and n_pairs are those of
     `BlockPlan`, none and -1 where they are read here. `shared`: queries and keys are one tensor, so that the backward
     pass has one gradient.
@@ -184,9 +222,9 @@ def _soft_rank(
     slopes = new(plan.n_pairs if save else 0)
     among = new(plan.n_pairs if with_positives else 0)
     among_slopes = new(plan.n_pairs if with_positives and save else 0)
-    keep = _keeps_similarity(queries, keys, save, budget)
-    kept = padded_scores(queries.shape[0] if keep else 0, keys.shape[0], queries)
-    similarity = kept[:, : keys.shape[0]]
+    kept = padded_scores(_kept_rows(queries, keys, save, n_derivatives, budget), keys.shape[0], queries)
+    keep = kept.shape[0] > 0
+    similarity, options = _kept_scores(kept, keys.shape[0], n_derivatives)
     scratch = empty_scores(0 if keep else plan.block_rows, keys.shape[0], queries)
     module = backend_module(backend, queries.device)
     mirrored = 0
@@ -198,7 +236,8 @@ def _soft_rank(
         torch.mm(queries[rows] / temperature, keys[mirrored:].T, out=scores[:, mirrored:])
         if keep and shared and rows.start == mirrored:
             mirrored = rows.stop
-        algorithm = large_classes.choose(module, scores, positives, surrogate, score_limit / temperature)
+        limit = score_limit / temperature
+        algorithm = None if options else large_classes.choose(module, scores, positives, surrogate, limit)
         (algorithm or module).soft_rank_forward(
             scores,
             positives,
@@ -208,6 +247,7 @@ def _soft_rank(
             positive_scores,
             among if with_positives else None,
             among_slopes if with_positives and save else None,
+            **options,
         )
     extent = queries.new_empty(0, plan.largest)
     return ranks, positive_scores, among, slopes, among_slopes, kept, extent
@@ -228,6 +268,7 @@ def _(
     n_pairs: int,
     budget: int,
     save: bool,
+    n_derivatives: int,
     shared: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -236,14 +277,13 @@ def _(
     if max_class_size < 0 and n_pairs < 0:
         context = torch.library.get_ctx()
         pairs, largest = context.new_dynamic_size(), context.new_dynamic_size()
-    keep = _keeps_similarity(queries, keys, save, budget)
     return (
         queries.new_empty(pairs),
         queries.new_empty(pairs),
         queries.new_empty(pairs if with_positives else 0),
         queries.new_empty(pairs if save else 0),
         queries.new_empty(pairs if with_positives and save else 0),
-        padded_scores(queries.shape[0] if keep else 0, keys.shape[0], queries),
+        padded_scores(_kept_rows(queries, keys, save, n_derivatives, budget), keys.shape[0], queries),
         queries.new_empty(0, largest),
     )
 
@@ -268,6 +308,7 @@ def _soft_rank_backward(
     score_limit: float,
     widths: Sequence[int],
     budget: int,
+    n_derivatives: int,
     shared: bool,
     backend: str,
     need_queries: bool,
@@ -277,7 +318,7 @@ def _soft_rank_backward(
     need_keys = need_keys and not shared
     grad_queries = torch.zeros_like(queries) if need_queries else queries.new_empty(0)
     grad_keys = torch.zeros_like(keys) if need_keys else keys.new_empty(0)
-    similarity = kept[:, : keys.shape[0]]
+    similarity, options = _kept_scores(kept, keys.shape[0], n_derivatives)
     is_kept = kept.shape[0] > 0
     known = (widths, positive_scores.shape[0]) if widths else None
     plan = BlockPlan(start, count, rows_of_block(queries, keys, budget), width=extent.shape[1], sizes=known)
@@ -289,7 +330,8 @@ def _soft_rank_backward(
         scores = similarity[rows] if is_kept else scratch[: len(positives.count)]
         if not is_kept:
             torch.mm(queries[rows] / temperature, keys.T, out=scores)
-        algorithm = large_classes.choose(module, scores, positives, surrogate, score_limit / temperature)
+        limit = score_limit / temperature
+        algorithm = None if options else large_classes.choose(module, scores, positives, surrogate, limit)
         (algorithm or module).soft_rank_backward(
             scores,
             positives,
@@ -301,6 +343,7 @@ def _soft_rank_backward(
             grad,
             among_slopes if with_positives else None,
             grad_among if with_positives else None,
+            **options,
         )
         if shared:
             _add_gradient(grad_queries, grad, queries, rows)
@@ -314,7 +357,7 @@ def _soft_rank_backward(
 def _add_gradient(total: Tensor, grad: Tensor, queries: Tensor, rows: slice) -> None:
     """Add what the gradient of the scores [rows, Q] of queries with themselves gives to the gradient of the queries."""
     if grad.shape[0] == queries.shape[0]:
-        total.addmm_(grad + grad.T, queries)
+        total.addmm_(grad.T.contiguous().add_(grad), queries)
     else:
         total[rows].addmm_(grad, queries)
         total.addmm_(grad.T, queries[rows])
@@ -340,6 +383,7 @@ def _(
     score_limit: float,
     widths: Sequence[int],
     budget: int,
+    n_derivatives: int,
     shared: bool,
     backend: str,
     need_queries: bool,
@@ -351,10 +395,10 @@ def _(
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     queries, keys, start, count, *options = inputs
-    surrogate, temperature, with_positives, _, score_limit, widths, _, budget, _, shared, backend = options
+    surrogate, temperature, with_positives, _, score_limit, widths, _, budget, _, *rest = options
     _, positive_scores, _, *saved = output
     ctx.save_for_backward(queries, keys, start, count, positive_scores, *saved)
-    ctx.options = surrogate, temperature, with_positives, score_limit, widths, budget, shared, backend
+    ctx.options = surrogate, temperature, with_positives, score_limit, widths, budget, *rest
     ctx.mark_non_differentiable(*saved)
     # Else autograd makes a gradient of zeros for every output without one, for the kept similarity as well.
     ctx.set_materialize_grads(False)
@@ -375,8 +419,8 @@ def _backward(
         need_queries,
         need_keys,
     )
-    need_keys = need_keys and not ctx.options[6]
-    return grad_queries if need_queries else None, grad_keys if need_keys else None, *[None] * 13
+    need_keys = need_keys and not ctx.options[7]
+    return grad_queries if need_queries else None, grad_keys if need_keys else None, *[None] * 14
 
 
 _soft_rank.register_autograd(_backward, setup_context=_save_for_backward)
