@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from checks import ROOT, assert_as_exact_as, assert_close, assert_same, python
@@ -17,7 +18,7 @@ from registry import LOSSES, LossCase
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tritonloss import regularizers, use_backend
+from tritonloss import functional, losses, regularizers, use_backend
 
 BATCH = random_batch(22, 5, 5, n_lone=3)
 N_CLASSES = 8  # of BATCH
@@ -398,6 +399,53 @@ def test_memory_budget_changes_nothing(loss: LossCase, backend: str, device: tor
         assert_close(
             evaluate(loss, rows, labels, memory_budget=budget), evaluate(loss, rows, labels), **FLOAT64
         )
+
+
+BOUNDS = {
+    "PNPLoss": functional.pnp_loss,
+    "SmoothAPLoss": functional.smooth_ap_loss,
+    "FastAPLoss": functional.fastap_loss,
+    "HistogramLoss": functional.histogram_loss,
+    "ProxyAnchorLoss": lambda *batch, **options: functional.proxy_anchor_loss(
+        *batch, torch.eye(2, dtype=torch.float64), **options
+    ),
+    "SOPRCLoss": None,
+}
+
+
+@pytest.mark.parametrize("bound", ["memory_budget", "max_class_size"])
+@pytest.mark.parametrize(
+    ("value", "kind", "got"),
+    [
+        (0, ValueError, "is 0: expected at least 1"),
+        (-5, ValueError, "is -5: expected at least 1"),
+        (2.5, TypeError, "must be an int, got float"),
+        (True, TypeError, "must be an int, got bool"),
+        ("1GB", TypeError, "must be an int, got str"),
+    ],
+)
+@pytest.mark.parametrize("name", LOSSES)
+def test_bad_bounds_are_refused_at_once(
+    name: str, bound: str, value: Any, kind: type[Exception], got: str
+) -> None:
+    """When the module is made, and by the function before it computes anything; the message names the option."""
+    if bound == "max_class_size" and bound not in (LOSSES[name].bounded or {}):
+        pytest.skip("it takes no such bound")
+    with pytest.raises(kind, match=f"{bound} {got}"):
+        LOSSES[name].build(2, 2, **{bound: value})
+    if (function := BOUNDS[name]) is not None:
+        with pytest.raises(kind, match=f"{bound} {got}"):
+            function(*E1, **{bound: value})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """As options: np.int64 is what `labels.max() + 1` of an array gives, np.float32 what a configuration may hold."""
+    bounds = {"max_class_size": np.int64(2), "memory_budget": np.int64(1 << 20)}
+    expected = losses.SmoothAPLoss(0.25)(*E1)
+    assert_same(losses.SmoothAPLoss(np.float32(0.25), **bounds)(*E1), expected)
+    assert_same(losses.PNPLoss(anneal=np.float32(0.25), **bounds)(*E1), losses.PNPLoss(anneal=0.25)(*E1))
+    assert losses.ProxyAnchorLoss(np.int64(2), np.int64(3)).weight.shape == (2, 3)
+    assert losses.SOPRCLoss(np.int64(2), memory_size=np.int64(3)).v.shape == (2, 3)
 
 
 # --- the host does not wait for the device ---

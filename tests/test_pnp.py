@@ -353,6 +353,10 @@ def test_copies_after_use(copied, device) -> None:
         ({"variant": "X"}, ValueError, "variant"),
         ({"anneal": 0}, ValueError, "anneal"),
         ({"anneal": "small"}, TypeError, "anneal"),
+        ({"anneal": -0.01}, ValueError, "anneal is -0.01: expected a number above 0"),
+        ({"anneal": float("nan")}, ValueError, "anneal is nan"),
+        ({"alpha": float("nan"), "variant": "Dq"}, ValueError, "alpha is nan"),
+        ({"b": True}, TypeError, "b must be a number, got bool"),
         ({"variant": "Ib", "b": 0}, ValueError, "b is 0"),
         ({"distance": distances.LpDistance()}, TypeError, "CosineSimilarity"),
         (

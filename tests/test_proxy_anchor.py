@@ -338,8 +338,13 @@ def test_replica_of_data_parallel(backend: str, device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"num_classes": 0}, ValueError, "at least one row"),
-        ({"embedding_size": 0}, ValueError, "at least one row"),
+        ({"num_classes": 0}, ValueError, "num_classes is 0"),
+        ({"num_classes": 3.0}, TypeError, "num_classes must be an int, got float"),
+        ({"embedding_size": 0}, ValueError, "embedding_size is 0"),
+        ({"embedding_size": None}, TypeError, "embedding_size must be an int, got NoneType"),
+        ({"margin": "wide"}, TypeError, "margin must be a number, got str"),
+        ({"alpha": None}, TypeError, "alpha must be a number, got NoneType"),
+        ({"alpha": float("nan")}, ValueError, "alpha is nan"),
         ({"weight_init_func": 3}, TypeError, "weight_init_func"),
         ({"weight_regularizer": 3}, TypeError, "weight_regularizer"),
         ({"distance": "cosine"}, TypeError, "distance"),

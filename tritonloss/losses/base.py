@@ -1,7 +1,8 @@
 """What every loss shares: validation, options, named terms, and the dtype rules."""
 
 from collections.abc import Callable
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -247,6 +248,36 @@ def require_cosine(loss: str, distance: Distance) -> None:
         raise TypeError(
             f"{loss}: distance must be plain CosineSimilarity (p = 2, power = 1), got {type(distance).__name__}"
         )
+
+
+def check_numbers(**options: Any) -> None:
+    """Each option is a real number and no NaN, or an error that names it."""
+    for name, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+        if value != value:
+            raise ValueError(f"{name} is {value}: expected a number")
+
+
+def check_count(name: str, value: Any) -> None:
+    """An int, NumPy's included, of at least 1, or an error that names the option."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} is {value}: expected at least 1")
+
+
+def check_bounds(**bounds: Any) -> None:
+    """Each is None or as for `check_count`."""
+    for name, value in bounds.items():
+        if value is not None:
+            check_count(name, value)
+
+
+def check_choice(name: str, value: Any, choices: Any) -> None:
+    """One of the values of a Literal, or an error that lists them."""
+    if value not in get_args(choices):
+        raise ValueError(f"{name} is {value!r}: expected one of {', '.join(map(str, get_args(choices)))}")
 
 
 def full_precision(embeddings: Tensor) -> torch.autocast:

@@ -6,7 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonloss.losses.base import BaseMetricLossFunction, check_embeddings, full_precision, output_dtype
+from tritonloss.losses.base import (
+    BaseMetricLossFunction,
+    check_count,
+    check_embeddings,
+    full_precision,
+    output_dtype,
+)
 from tritonloss.regularizers import apply_regularizer
 from tritonloss.types import IndicesTuple, LossDict, upcast
 
@@ -28,7 +34,8 @@ class BaseProxyLoss(BaseMetricLossFunction):
             `BaseMetricLossFunction`.
 
     Raises:
-        TypeError: an unknown option, a weight_regularizer or weight_init_func that cannot be called.
+        TypeError: an unknown option, a num_weights or embedding_size that is no int, a weight_regularizer or
+            weight_init_func that cannot be called.
         ValueError: num_weights or embedding_size below 1.
     """
 
@@ -49,8 +56,8 @@ class BaseProxyLoss(BaseMetricLossFunction):
         ):
             if option is not None and not callable(option):
                 raise TypeError(f"{name} must be callable or None, got {type(option).__name__}")
-        if num_weights < 1 or embedding_size < 1:
-            raise ValueError(f"weight needs at least one row and column, got {[num_weights, embedding_size]}")
+        check_count("num_weights", num_weights)
+        check_count("embedding_size", embedding_size)
         self.weight_regularizer = weight_regularizer
         self.weight_reg_weight = weight_reg_weight
         self.weight = nn.Parameter(torch.empty(num_weights, embedding_size))

@@ -1,7 +1,6 @@
 """FastAP: average precision with the ranks of a histogram of distances."""
 
 from collections.abc import Callable
-from typing import get_args
 
 from torch import Tensor
 
@@ -12,6 +11,8 @@ from tritonloss.indices import miner_weights
 from tritonloss.layout import ClassLayout
 from tritonloss.losses.base import (
     PerQueryLoss,
+    check_bounds,
+    check_choice,
     check_embeddings,
     check_labels,
     full_precision,
@@ -57,8 +58,8 @@ def fastap_loss(
     Time O(N^2 D). Memory O(memory_budget + N D + N num_bins). No host sync.
 
     Raises:
-        TypeError: embeddings that are not floating, labels that are not integers, num_bins that is no int.
-        ValueError: num_bins below 1, an unknown reduction, wrong shapes, devices that differ.
+        TypeError: embeddings that are not floating, labels that are not integers, num_bins or a budget that is no int.
+        ValueError: num_bins or a budget below 1, an unknown reduction, wrong shapes, devices that differ.
 
     Source: Cakir et al., Deep Metric Learning to Rank, CVPR 2019, Eqs. 5 to 9; the nodes and which rows are queries as
     in pytorch-metric-learning.
@@ -66,8 +67,8 @@ def fastap_loss(
     check_embeddings(embeddings, "embeddings")
     check_labels(labels, embeddings, "labels")
     check_num_bins(num_bins)
-    if reduction not in get_args(Reduction):
-        raise ValueError(f"reduction is {reduction!r}: expected one of {', '.join(get_args(Reduction))}")
+    check_choice("reduction", reduction, Reduction)
+    check_bounds(memory_budget=memory_budget)
     with full_precision(embeddings):
         per_query, is_query = per_query_fastap(
             embeddings, labels, num_bins, LpDistance(power=2), memory_budget
@@ -93,9 +94,9 @@ class FastAPLoss(PerQueryLoss):
             `MeanReducer`, and `loss_terms`, cost a host sync on CUDA and break the graph of torch.compile.
 
     Raises:
-        TypeError: another distance, num_bins that is no int.
-        ValueError: num_bins below 1; when called, labels that are missing, or a `ref_emb` or `ref_labels` that is not
-            None.
+        TypeError: another distance, num_bins or a budget that is no int.
+        ValueError: num_bins or a budget below 1; when called, labels that are missing, or a `ref_emb` or `ref_labels`
+            that is not None.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class FastAPLoss(PerQueryLoss):
         memory_budget: int | None = None,
     ) -> None:
         check_num_bins(num_bins)
+        check_bounds(memory_budget=memory_budget)
         super().__init__(
             distance=distance,
             reducer=reducer,

@@ -13,6 +13,7 @@ from tritonloss.indices import as_indices
 from tritonloss.layout import ClassLayout
 from tritonloss.losses.base import (
     BaseMetricLossFunction,
+    check_bounds,
     check_embeddings,
     check_labels,
     full_precision,
@@ -65,9 +66,9 @@ def histogram_loss(
     torch.compile leaves its graph for an `indices_tuple` and for a distance other than the cosine.
 
     Raises:
-        TypeError: embeddings that are not floating, labels or indices that are not integers, num_bins that is no int,
-            a distance that is none.
-        ValueError: num_bins below 1, neither labels nor indices, wrong shapes, devices that differ.
+        TypeError: embeddings that are not floating, labels or indices that are not integers, num_bins or a budget that
+            is no int, a distance that is none.
+        ValueError: num_bins or a budget below 1, neither labels nor indices, wrong shapes, devices that differ.
 
     Source: Ustinova and Lempitsky, Learning Deep Embeddings with Histogram Loss, NeurIPS 2016, Eqs. 1 to 4; which pairs
     count as in pytorch-metric-learning 3.
@@ -76,6 +77,7 @@ def histogram_loss(
     if labels is not None:
         check_labels(labels, embeddings, "labels")
     check_num_bins(num_bins)
+    check_bounds(memory_budget=memory_budget)
     distance = CosineSimilarity() if distance is None else check_distance(distance)
     indices = as_indices(indices_tuple)
     with full_precision(embeddings):
@@ -95,9 +97,9 @@ class HistogramLoss(BaseMetricLossFunction):
         embedding_regularizer, embedding_reg_weight: as for `BaseMetricLossFunction`.
 
     Raises:
-        TypeError: num_bins that is no int, a distance that is none.
-        ValueError: num_bins below 1; when called, neither labels nor an `indices_tuple`, or a `ref_emb` or `ref_labels`
-            that is not None.
+        TypeError: num_bins or a budget that is no int, a distance that is none.
+        ValueError: num_bins or a budget below 1; when called, neither labels nor an `indices_tuple`, or a `ref_emb` or
+            `ref_labels` that is not None.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class HistogramLoss(BaseMetricLossFunction):
         memory_budget: int | None = None,
     ) -> None:
         check_num_bins(num_bins)
+        check_bounds(memory_budget=memory_budget)
         super().__init__(
             distance=distance,
             embedding_regularizer=embedding_regularizer,

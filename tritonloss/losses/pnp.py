@@ -1,8 +1,7 @@
 """PNP: penalise the negatives that stand before each positive."""
 
 from collections.abc import Callable
-from numbers import Real
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +12,11 @@ from tritonloss.distances import Distance
 from tritonloss.layout import ClassLayout, segment_mean
 from tritonloss.losses.base import (
     BaseMetricLossFunction,
+    check_bounds,
+    check_choice,
     check_embeddings,
     check_labels,
+    check_numbers,
     full_precision,
     mean_of_queries,
     output_dtype,
@@ -61,7 +63,7 @@ def pnp_loss(
         alpha: decay of "Dq", at least 1; the paper advises 8. The gradient of "Dq" fades as R^-(alpha + 1): with a
             large batch and untrained embeddings R is in the hundreds and it vanishes. Start with "Ds", or with
             a smaller alpha, a smaller batch or a larger anneal.
-        anneal: temperature of the sigmoid, in units of the cosine; 0.01 in the paper. Not 0.
+        anneal: temperature of the sigmoid, > 0, in units of the cosine; 0.01 in the paper.
         variant: see the table.
         reduction: "mean", or "none" for the loss of each query, [N], 0 for a query without another positive.
         max_class_size: a bound of the class sizes. It replaces the call's one host sync on CUDA, so that the call can
@@ -78,8 +80,9 @@ def pnp_loss(
     O(memory_budget + N D), and the sum of n^2 under torch.compile.
 
     Raises:
-        TypeError: embeddings that are not floating, labels that are not integers, an option that is no number.
-        ValueError: an unknown variant or reduction, anneal = 0, b = 0 with "Ib", wrong shapes, devices that differ.
+        TypeError: embeddings that are not floating, labels that are not integers, an option that is no number or int.
+        ValueError: an unknown variant or reduction, an anneal that is not positive, b = 0 with "Ib", a NaN, a bound
+            below 1, wrong shapes, devices that differ.
 
     Source: Li et al., Rethinking the Optimization of Average Precision: Only Penalizing Negative Instances before
     Positive Ones is Enough, AAAI 2022, sections "Definition of PNP" and "Variants of PNP".
@@ -87,8 +90,8 @@ def pnp_loss(
     check_embeddings(embeddings, "embeddings")
     check_labels(labels, embeddings, "labels")
     check_options(b, alpha, anneal, variant)
-    if reduction not in get_args(Reduction):
-        raise ValueError(f"reduction is {reduction!r}: expected one of {', '.join(get_args(Reduction))}")
+    check_choice("reduction", reduction, Reduction)
+    check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
     with full_precision(embeddings):
         per_query, is_query = per_query_pnp(
             embeddings,
@@ -118,8 +121,8 @@ class PNPLoss(BaseMetricLossFunction):
         embedding_regularizer, embedding_reg_weight: as for `BaseMetricLossFunction`.
 
     Raises:
-        TypeError: another distance, an option that is no number.
-        ValueError: an unknown variant, anneal = 0, b = 0 with "Ib"; when called, labels that are missing, or an
+        TypeError: another distance, an option that is no number or int.
+        ValueError: an option out of range, as for `pnp_loss`; when called, labels that are missing, or an
             `indices_tuple`, `ref_emb` or `ref_labels` that is not None.
     """
 
@@ -137,6 +140,7 @@ class PNPLoss(BaseMetricLossFunction):
         memory_budget: int | None = None,
     ) -> None:
         check_options(b, alpha, anneal, variant)
+        check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
         super().__init__(
             distance=distance,
             embedding_regularizer=embedding_regularizer,
@@ -174,13 +178,10 @@ class PNPLoss(BaseMetricLossFunction):
 
 
 def check_options(b: Any, alpha: Any, anneal: Any, variant: Any) -> None:
-    for name, value in (("b", b), ("alpha", alpha), ("anneal", anneal)):
-        if not isinstance(value, Real):
-            raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if variant not in get_args(PNPVariant):
-        raise ValueError(f"variant is {variant!r}: expected one of {', '.join(get_args(PNPVariant))}")
-    if anneal == 0 or anneal != anneal:
-        raise ValueError(f"anneal is {anneal}: expected a number other than 0")
+    check_numbers(b=b, alpha=alpha, anneal=anneal)
+    check_choice("variant", variant, PNPVariant)
+    if not anneal > 0:
+        raise ValueError(f"anneal is {anneal}: expected a number above 0")
     if variant == "Ib" and b == 0:
         raise ValueError("b is 0: variant 'Ib' divides by b^2")
 

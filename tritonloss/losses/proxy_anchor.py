@@ -11,8 +11,11 @@ from tritonloss.backends import selected_backend
 from tritonloss.distances import CosineSimilarity, Distance, check_distance, is_cosine, is_dot_product
 from tritonloss.indices import miner_weights
 from tritonloss.losses.base import (
+    check_bounds,
+    check_count,
     check_embeddings,
     check_labels,
+    check_numbers,
     full_precision,
     output_dtype,
     refuse,
@@ -68,8 +71,10 @@ def proxy_anchor_loss(
     copy of the proxies is held. Proxies or embeddings that need no gradient get none, at no cost.
 
     Raises:
-        TypeError: embeddings that are not floating, labels that are not integers, a distance that is none.
-        ValueError: a label out of range, wrong shapes, devices that differ, dtypes that differ outside autocast.
+        TypeError: embeddings that are not floating, labels that are not integers, a distance that is none, a margin or
+            an alpha that is no number, a budget that is no int.
+        ValueError: a NaN for either, a budget below 1, a label out of range, wrong shapes, devices that differ, dtypes
+            that differ outside autocast.
 
     Source: Kim et al., Proxy Anchor Loss for Deep Metric Learning, CVPR 2020, Eq. 4; weights as in
     pytorch-metric-learning 3.
@@ -79,6 +84,8 @@ def proxy_anchor_loss(
     check_labels(labels, embeddings, "labels")
     if weights is not None:
         check_weights(weights, embeddings)
+    check_numbers(margin=margin, alpha=alpha)
+    check_bounds(memory_budget=memory_budget)
     distance = CosineSimilarity() if distance is None else check_distance(distance)
     rows = match_proxies(embeddings, proxies)
     with full_precision(embeddings):
@@ -111,8 +118,9 @@ class ProxyAnchorLoss(BaseProxyLoss):
             `CosineSimilarity`; reducer: `DivisorReducer`; initialisation: `kaiming_normal_(mode="fan_out")`.
 
     Raises:
-        TypeError, ValueError: as `BaseProxyLoss`. When called: as `proxy_anchor_loss`, and ValueError for labels that
-            are missing, for `ref_emb` or `ref_labels`, and for a reducer that cannot use a divisor.
+        TypeError, ValueError: as `BaseProxyLoss`; for margin, alpha and the budget as `proxy_anchor_loss`. When called:
+            as `proxy_anchor_loss`, and ValueError for labels that are missing, for `ref_emb` or `ref_labels`, and for a
+            reducer that cannot use a divisor.
     """
 
     def __init__(
@@ -129,6 +137,9 @@ class ProxyAnchorLoss(BaseProxyLoss):
         memory_budget: int | None = None,
         **options: Any,
     ) -> None:
+        check_count("num_classes", num_classes)
+        check_numbers(margin=margin, alpha=alpha)
+        check_bounds(memory_budget=memory_budget)
         super().__init__(
             num_classes,
             embedding_size,

@@ -1,7 +1,7 @@
 """The semi-variance of the scores: positives below their mean and negatives above theirs."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,8 @@ from tritonloss import reference
 from tritonloss.backends import selected_backend
 from tritonloss.layout import ClassLayout, runs, segment_sum
 from tritonloss.losses.base import (
+    check_bounds,
+    check_choice,
     check_embeddings,
     check_labels,
     full_precision,
@@ -54,7 +56,7 @@ class SemiVarianceRegularizer(nn.Module):
 
     Raises:
         TypeError, ValueError: as the losses for embeddings and labels; scores, targets or masks whose shapes, dtypes
-            or devices do not fit; an unknown `normalize`; a weight below 0.
+            or devices do not fit; an unknown `normalize`; a weight below 0; a bound that is no int or below 1.
 
     Source: Wen et al., Exploring the Algorithm-Dependent Generalization of AUPRC Optimization with List Stability,
     NeurIPS 2022, Eq. 9.
@@ -72,8 +74,8 @@ class SemiVarianceRegularizer(nn.Module):
         super().__init__()
         if len(weights) != 2 or not all(weight >= 0 for weight in weights):
             raise ValueError(f"weights must be two numbers of at least 0, got {tuple(weights)}")
-        if normalize not in get_args(Normalize):
-            raise ValueError(f"normalize is {normalize!r}: expected one of {', '.join(get_args(Normalize))}")
+        check_choice("normalize", normalize, Normalize)
+        check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
         self.weights = (float(weights[0]), float(weights[1]))
         self.normalize, self.detach_mean = normalize, detach_mean
         self.max_class_size, self.memory_budget = max_class_size, memory_budget

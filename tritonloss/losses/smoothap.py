@@ -1,7 +1,7 @@
 """SmoothAP: average precision with every step of a rank replaced by a sigmoid."""
 
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 from torch import Tensor
 
@@ -12,8 +12,11 @@ from tritonloss.indices import miner_weights
 from tritonloss.layout import ClassLayout, segment_mean
 from tritonloss.losses.base import (
     PerQueryLoss,
+    check_bounds,
+    check_choice,
     check_embeddings,
     check_labels,
+    check_numbers,
     fraction,
     full_precision,
     mean_of_queries,
@@ -63,8 +66,10 @@ def smooth_ap_loss(
     O(memory_budget + N D), and the sum of n^2 under torch.compile.
 
     Raises:
-        TypeError: embeddings that are not floating, labels that are not integers, a temperature that is no number.
-        ValueError: an unknown reduction, a temperature that is not positive, wrong shapes, devices that differ.
+        TypeError: embeddings that are not floating, labels that are not integers, a temperature that is no number, a
+            bound that is no int.
+        ValueError: an unknown reduction, a temperature that is not positive, a bound below 1, wrong shapes, devices
+            that differ.
 
     Source: Brown et al., Smooth-AP: Smoothing the Path Towards Large-Scale Image Retrieval, ECCV 2020, Eq. 7; which
     rows are queries as in pytorch-metric-learning 3.
@@ -72,8 +77,8 @@ def smooth_ap_loss(
     check_embeddings(embeddings, "embeddings")
     check_labels(labels, embeddings, "labels")
     check_temperature(temperature)
-    if reduction not in get_args(Reduction):
-        raise ValueError(f"reduction is {reduction!r}: expected one of {', '.join(get_args(Reduction))}")
+    check_choice("reduction", reduction, Reduction)
+    check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
     with full_precision(embeddings):
         per_query, is_query = per_query_smooth_ap(
             embeddings, labels, temperature, max_class_size, memory_budget
@@ -98,9 +103,9 @@ class SmoothAPLoss(PerQueryLoss):
             `MeanReducer`, and `loss_terms`, cost one more host sync on CUDA and break the graph of torch.compile.
 
     Raises:
-        TypeError: another distance, a temperature that is no number.
-        ValueError: a temperature that is not positive; when called, labels that are missing, or a `ref_emb` or
-            `ref_labels` that is not None.
+        TypeError: another distance, a temperature that is no number, a bound that is no int.
+        ValueError: a temperature that is not positive, a bound below 1; when called, labels that are missing, or a
+            `ref_emb` or `ref_labels` that is not None.
     """
 
     term_name = "ap_loss"
@@ -117,6 +122,7 @@ class SmoothAPLoss(PerQueryLoss):
         memory_budget: int | None = None,
     ) -> None:
         check_temperature(temperature)
+        check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
         super().__init__(
             distance=distance,
             reducer=reducer,
@@ -144,8 +150,7 @@ class SmoothAPLoss(PerQueryLoss):
 
 
 def check_temperature(temperature: Any) -> None:
-    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
-        raise TypeError(f"temperature must be a number, got {type(temperature).__name__}")
+    check_numbers(temperature=temperature)
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}: expected a number above 0")
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,6 +10,9 @@ from torch import Tensor
 from tritonloss import reference
 from tritonloss.backends import selected_backend
 from tritonloss.layout import ClassLayout, segment_sum
+from tritonloss.losses.base import check_choice as check_choice
+from tritonloss.losses.base import check_count as check_count
+from tritonloss.losses.base import check_numbers as check_numbers
 from tritonloss.losses.base import fraction, mean_of_queries, unit_rows
 from tritonloss.ops import class_labels, memory_rank, soft_rank, soft_rank_scores
 from tritonloss.types import upcast
@@ -355,21 +357,3 @@ def check_interpolation(size: Any, grid: Any, score_range: Any) -> None:
             raise ValueError(f"score_range must be None or (smallest, largest), got {score_range!r}")
         if not score_range[0] < score_range[1]:
             raise ValueError(f"score_range is {score_range}: expected the smallest score first")
-
-
-def check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} is {value}: expected at least 1")
-
-
-def check_numbers(**options: Any) -> None:
-    for name, value in options.items():
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-
-
-def check_choice(name: str, value: Any, choices: Any) -> None:
-    if value not in get_args(choices):
-        raise ValueError(f"{name} is {value!r}: expected one of {', '.join(map(str, get_args(choices)))}")
