@@ -7,6 +7,7 @@ import io
 import pickle
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from registry import LOSSES, LossCase
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tritonloss import functional, losses, regularizers, use_backend
+from tritonloss import distances, functional, losses, regularizers, use_backend
 
 BATCH = random_batch(22, 5, 5, n_lone=3)
 N_CLASSES = 8  # of BATCH
@@ -127,6 +128,54 @@ def test_autocast_changes_nothing(
     assert_same(actual.grad, expected.grad.to(dtype))
     assert_same(actual.parameters, expected.parameters)
     assert [(p, p.dtype) for p in module.parameters()] == before
+
+
+TRIPLETS = ((0, 0, 5, 6), (1, 3, 7, 2), (4, 5, 6, 9))
+
+
+@pytest.mark.parametrize(
+    ("build", "mined"),
+    [
+        *(
+            pytest.param(partial(case.module, N_CLASSES, BATCH.rows), False, id=name)
+            for name, case in LOSSES.items()
+        ),
+        pytest.param(
+            partial(losses.FastAPLoss, distance=distances.LpDistance(power=1)), False, id="FastAP-distance"
+        ),
+        pytest.param(
+            partial(losses.HistogramLoss, distance=distances.CosineSimilarity(power=2)),
+            False,
+            id="Histogram-distance",
+        ),
+        pytest.param(
+            partial(losses.HistogramLoss, distance=distances.CosineSimilarity(power=2)),
+            True,
+            id="Histogram-listed",
+        ),
+        pytest.param(losses.HistogramLoss, True, id="Histogram-mined"),
+        pytest.param(
+            partial(losses.ProxyAnchorLoss, N_CLASSES, 5, distance=distances.LpDistance()),
+            False,
+            id="proxies-distance",
+        ),
+        pytest.param(partial(losses.PNPLoss, memory_budget=22 * 8 * 4 * 8), False, id="PNP-blocks"),
+    ],
+)
+def test_a_backward_pass_inside_autocast_changes_nothing(
+    build: Callable[[], nn.Module], mined: bool, device: torch.device
+) -> None:
+    """The bits of a backward pass outside of it, also where autograd differentiates a distance."""
+    rows, labels = BATCH.on(device, torch.float32)
+    module = build().to(device, torch.float32).eval()
+    triplets = tuple(torch.tensor(entry, device=device) for entry in TRIPLETS) if mined else None
+
+    def gradients(inside: bool) -> tuple[Tensor | None, ...]:
+        value = module(rows, labels, triplets)
+        with torch.autocast(device.type, torch.bfloat16, enabled=inside):
+            return torch.autograd.grad(value, [rows, *module.parameters()])
+
+    assert_same(gradients(inside=True), gradients(inside=False))
 
 
 def test_order_of_the_rows_does_not_matter(loss: LossCase, backend: str, device: torch.device) -> None:

@@ -247,7 +247,9 @@ class _BlockHistogramBackward(torch.autograd.Function):
                 slopes if n_tables is None else slopes[block.tables],
                 grad_scores,
             )
-            grads = torch.autograd.grad(scores, wanted, grad_scores, allow_unused=True)
+            # The backward pass may run inside a user's autocast.
+            with torch.autocast(embeddings.device.type, enabled=False):
+                grads = torch.autograd.grad(scores, wanted, grad_scores, allow_unused=True)
             for total, block_grad in zip(totals, grads, strict=True):
                 if block_grad is not None:
                     total += block_grad
