@@ -271,6 +271,22 @@ def test_tuples_without_a_triplet(mined: Any, any_backend: str, device: torch.de
     assert_same(grad, torch.zeros_like(grad))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("index", [4, -1, 2**31 - 1])
+def test_an_index_that_is_no_row(
+    index: int, dtype: torch.dtype, any_backend: str, device: torch.device
+) -> None:
+    """An error that names the entry: what a tuple of another batch, or of a reference set, gives."""
+    rows, labels = E1.on(device)
+    right = [torch.tensor([0, 2], dtype=dtype, device=device) for _ in range(4)]
+    for kind in (TripletIndices, PairIndices):
+        for place, name in enumerate(kind._fields):
+            mined = right[: len(kind._fields)]
+            mined[place] = torch.tensor([1, index], dtype=dtype, device=device)
+            with pytest.raises(ValueError, match=rf"{name} must be rows 0 \.\. 3 of the batch, got {index}$"):
+                HistogramLoss()(rows, labels, tuple(mined))
+
+
 def test_int32_indices(any_backend: str, device: torch.device) -> None:
     loss, rows = HistogramLoss(), E3.rows.to(device)
     wide = PairIndices(*indices((0, 3), (1, 4), (0, 3), (3, 1), device=device))

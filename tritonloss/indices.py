@@ -9,7 +9,8 @@ from tritonloss.types import IndicesTuple, PairIndices, TripletIndices, accumula
 def as_indices(indices_tuple: IndicesTuple | None) -> PairIndices | TripletIndices | None:
     """Checks an `indices_tuple` and gives its entries their names.
 
-    The values are not compared with the size of the batch: that would read them back from the device.
+    The values are not compared with the size of the batch: see `check_index_range`, which reads them back from the
+    device.
 
     Args:
         indices_tuple: None, or a tuple or list of 3 tensors (anchors, positives, negatives) or of 4 tensors
@@ -47,6 +48,22 @@ def as_indices(indices_tuple: IndicesTuple | None) -> PairIndices | TripletIndic
         _check_equal_lengths(pos_anchors=indices.pos_anchors, positives=indices.positives)
         _check_equal_lengths(neg_anchors=indices.neg_anchors, negatives=indices.negatives)
     return indices
+
+
+def check_index_range(indices: PairIndices | TripletIndices, size: int) -> None:
+    """Each index is in [0, size). One host sync.
+
+    Raises:
+        ValueError: one is not; the message names its entry.
+    """
+    entries = {name: entry for name, entry in zip(indices._fields, indices, strict=True) if entry.numel()}
+    if not entries:
+        return
+    ends = torch.stack([torch.stack(torch.aminmax(entry.to(torch.int64))) for entry in entries.values()])
+    for name, (least, greatest) in zip(entries, ends.tolist(), strict=True):
+        if least < 0 or greatest >= size:
+            got = least if least < 0 else greatest
+            raise ValueError(f"indices_tuple: {name} must be rows 0 .. {size - 1} of the batch, got {got}")
 
 
 def miner_weights(

@@ -9,7 +9,7 @@ from torch import Tensor
 from tritonloss import reference
 from tritonloss.backends import selected_backend
 from tritonloss.distances import CosineSimilarity, Distance, check_distance, is_cosine
-from tritonloss.indices import as_indices
+from tritonloss.indices import as_indices, check_index_range
 from tritonloss.layout import ClassLayout
 from tritonloss.losses.base import (
     BaseMetricLossFunction,
@@ -68,7 +68,8 @@ def histogram_loss(
     Raises:
         TypeError: embeddings that are not floating, labels or indices that are not integers, num_bins or a budget that
             is no int, a distance that is none.
-        ValueError: num_bins or a budget below 1, neither labels nor indices, wrong shapes, devices that differ.
+        ValueError: num_bins or a budget below 1, neither labels nor indices, an index that is no row, wrong shapes,
+            devices that differ.
 
     Source: Ustinova and Lempitsky, Learning Deep Embeddings with Histogram Loss, NeurIPS 2016, Eqs. 1 to 4; which pairs
     count as in pytorch-metric-learning 3.
@@ -225,6 +226,8 @@ def distinct_pairs(indices: PairIndices | TripletIndices, n: int) -> tuple[Tenso
     Of listed pairs, those whose anchor occurs with positives and with negatives: they are the pairs of all triplets
     that can be formed from the list.
     """
+    # A pair is found by one number made of both rows: an index beyond the batch would be another pair.
+    check_index_range(indices, n)
     indices = type(indices)(*(entry.to(torch.int64) for entry in indices))
     if isinstance(indices, TripletIndices):
         anchors, positives, negatives = indices
