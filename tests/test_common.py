@@ -17,6 +17,7 @@ from checks import ROOT, assert_as_exact_as, assert_close, assert_same, python
 from inputs import E1, E3, EQ, GOLDEN_B, Batch, random_batch
 from registry import LOSSES, LossCase
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from tritonloss import distances, functional, losses, regularizers, use_backend
@@ -395,6 +396,31 @@ def test_second_derivative(loss: LossCase, backend: str, device: torch.device) -
     if loss.twice:
         use_backend("reference")
         assert second().isfinite().all()
+
+
+# torch's own decompositions for forward mode.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("frozen", [True, False])
+def test_forward_mode(loss: LossCase, frozen: bool, device: torch.device) -> None:
+    """Refused by the streamed backends, never a tangent of 0; the reference has the directional derivative."""
+    rows, labels = BATCH.on(device)
+    module = loss.module(N_CLASSES, rows).eval().requires_grad_(not frozen)
+    rows, direction = rows.detach(), rows.detach().roll(1, 0)
+
+    def by_dual_numbers() -> Tensor:
+        with forward_ad.dual_level():
+            value = module(forward_ad.make_dual(rows, direction), labels)
+            return forward_ad.unpack_dual(value).tangent
+
+    def by_func() -> Tensor:
+        return torch.func.jvp(lambda x: module(x, labels), (rows,), (direction,))[1]
+
+    for derivative in (by_dual_numbers, by_func):
+        with pytest.raises(RuntimeError, match=r"forward mode|functorch transforms"):
+            derivative()
+        with use_backend("reference"):
+            grad = evaluate(loss, rows, labels, module=module).grad
+            assert_close(derivative(), (grad * direction).sum(), rtol=1e-9)
 
 
 # --- life as a module ---

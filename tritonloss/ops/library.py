@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 
 class Operator:
@@ -21,6 +22,8 @@ class Operator:
         self.overload = getattr(torch.ops.tritonloss, name).default
 
     def __call__(self, *arguments: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            _refuse_tangents(arguments)
         return self.overload(*arguments)
 
     def register_fake(self, function: Callable[..., Any]) -> None:
@@ -37,6 +40,16 @@ class Operator:
 def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
     """Decorator: register a function of tensors, numbers and strings, which returns new tensors, as an operator."""
     return lambda function: Operator(name, function)
+
+
+def _refuse_tangents(arguments: tuple[Any, ...]) -> None:
+    """Forward mode, `torch.func.jvp` included, takes an operator of torch.library for a constant: it would give 0."""
+    tensors = (argument for argument in arguments if isinstance(argument, torch.Tensor))
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):  # type: ignore[no-untyped-call]
+        raise RuntimeError(
+            "tritonloss: the streamed backends have no forward mode derivative; compute the loss under "
+            "tritonloss.use_backend('reference'), which is dense and has one"
+        )
 
 
 def refuse_second_derivative(ctx: Any, *grads: Any) -> None:
