@@ -225,7 +225,7 @@ def fresh_copy(monkeypatch: pytest.MonkeyPatch, variable: str | None) -> ModuleT
     return module
 
 
-@pytest.mark.parametrize("name", [None, "auto", "eager", "triton", "reference"])
+@pytest.mark.parametrize("name", [None, "", "auto", "eager", "triton", "reference"])
 def test_environment_chooses(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     module = fresh_copy(monkeypatch, name)
     assert module.selected_backend() == (name or "auto")

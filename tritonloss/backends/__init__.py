@@ -26,7 +26,7 @@ BLOCK_FUNCTIONS = (
 OLDEST_CAPABILITY = (8, 0)
 
 _registered: dict[str, ModuleType] = {}
-_selected = os.environ.get(ENVIRONMENT_VARIABLE, "auto")
+_selected = os.environ.get(ENVIRONMENT_VARIABLE) or "auto"  # empty is unset
 
 
 def register_backend(name: str, module: ModuleType) -> None:
