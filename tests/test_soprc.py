@@ -779,6 +779,17 @@ def test_half_keeps_the_memory_in_float32() -> None:
     assert module.double().v.dtype == torch.float64
 
 
+@pytest.mark.parametrize("v_init", ["first", "uniform"])
+def test_the_state_is_float32_whatever_the_default(v_init: Any) -> None:
+    torch.set_default_dtype(torch.float64)
+    state = SOPRCLoss(3, v_init=v_init).state_dict()
+    assert {name: tensor.dtype for name, tensor in state.items()} == {
+        "v": torch.float32,
+        "visits": torch.int64,
+        "prior": torch.float32,
+    }
+
+
 def test_two_runs_give_the_same_bits(backend: str, device: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
     data = random_batch(40, 8, 6, n_lone=2).on(device, torch.float32)

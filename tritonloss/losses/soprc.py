@@ -255,8 +255,10 @@ class SOPRCLoss(nn.Module):
             max_class_size=max_class_size,
             memory_budget=memory_budget,
         )
-        uniform = torch.arange(memory_size) / memory_size if v_init == "uniform" else torch.zeros(memory_size)
-        self.register_buffer("v", uniform.repeat(num_classes, 1))
+        row = torch.zeros(memory_size, dtype=torch.float32)
+        if v_init == "uniform":
+            row = torch.arange(memory_size, dtype=torch.float32) / memory_size
+        self.register_buffer("v", row.repeat(num_classes, 1))
         self.register_buffer("visits", torch.zeros(num_classes, dtype=torch.int64))
         self.register_buffer("prior", class_prior(prior, num_classes))
 
