@@ -64,8 +64,10 @@ def python(code: str, cwd: Path, **env: str) -> str:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the sdist of a copy of the tree and the wheel made from that sdist."""
     copy = tmp_path_factory.mktemp("copy")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
+    (copy / "tests").mkdir()
+    shutil.copy(__file__, copy / "tests")
     for folder in (PACKAGE, KERNELS):
         shutil.copytree(
             folder, copy / folder.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
@@ -96,6 +98,7 @@ def test_sdist_holds_the_kernels(built: Path) -> None:
         inside = {n.partition("/")[2] for n in archive.getnames()}
     assert {f"kernels/{p.name}" for p in KERNELS.glob("*.py")} <= inside
     assert {"LICENSE", "README.md", "tritonloss/py.typed"} <= inside
+    assert not [name for name in inside if name.startswith("tests")]  # all of them or none
 
 
 def test_wheel_requires_torch_and_triton_only(built: Path) -> None:
