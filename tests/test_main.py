@@ -44,3 +44,18 @@ def test_report_finds_tuned_configurations(tmp_path, monkeypatch: pytest.MonkeyP
         "4",
         "warps",
     ]
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"key": [1], "configs_timings": []}', "[1]"])
+def test_a_result_that_cannot_be_read_is_named(
+    content: str, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the place that TRITON_HOME names."""
+    folder = tmp_path / ".triton" / "cache" / "hash"
+    folder.mkdir(parents=True)
+    (folder / "soft_rank_forward.autotune.json").write_text(content)
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
+    (line,) = __main__.tuned_configurations()
+    assert "soft_rank_forward" in line
+    assert "cannot be read" in line

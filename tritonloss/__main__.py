@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,13 +40,25 @@ def devices() -> list[torch.device]:
 
 def tuned_configurations() -> Iterator[str]:
     """A line for each result of Triton's autotuner on disk that belongs to a kernel of this package."""
-    directory = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    home = Path(os.environ.get("TRITON_HOME") or Path.home())
+    directory = Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
     for file in sorted(directory.glob("*/*.autotune.json")):
         kernel = file.name.removesuffix(".autotune.json")
         if kernel in CONFIGS:
-            content = json.loads(file.read_text())
-            best = min(content["configs_timings"], key=lambda timing: timing[1])[0]
-            yield f"  {kernel} {content['key']}: {best['kwargs']}, {best['num_warps']} warps"
+            try:
+                yield _tuned_line(kernel, json.loads(file.read_text()))
+            except (
+                OSError,
+                ValueError,
+                LookupError,
+                TypeError,
+            ) as error:  # half written, or of another Triton
+                yield f"  {kernel}: {file} cannot be read ({type(error).__name__}: {error})"
+
+
+def _tuned_line(kernel: str, content: Any) -> str:
+    best = min(content["configs_timings"], key=lambda timing: timing[1])[0]
+    return f"  {kernel} {content['key']}: {best['kwargs']}, {best['num_warps']} warps"
 
 
 def _backend_line(device: torch.device) -> str:
