@@ -226,6 +226,8 @@ BAD_CALLS = [
     ({"labels": torch.zeros(4, dtype=torch.int64, device="meta")}, ValueError, "labels"),
     ({"rows": torch.ones(4, 2, dtype=torch.int64)}, TypeError, "int64"),
     ({"rows": torch.ones(4, 2, 1)}, ValueError, r"\[4, 2, 1\]"),
+    ({"rows": torch.ones(4, 2).to(torch.float8_e5m2)}, TypeError, "float8_e5m2"),
+    ({"rows": torch.ones(4, 2).to_sparse()}, TypeError, "sparse"),
 ]
 
 

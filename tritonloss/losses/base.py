@@ -14,6 +14,9 @@ from tritonloss.reducers import MeanReducer, reduce_terms
 from tritonloss.regularizers import apply_regularizer
 from tritonloss.types import IndicesTuple, LossDict, PairIndices, TripletIndices, accumulation_dtype, upcast
 
+# torch has no promotion from the floating dtypes of 8 bits and below.
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 class BaseMetricLossFunction(nn.Module):
     """Base of the losses: `criterion(embeddings, labels)` is a scalar.
@@ -122,7 +125,7 @@ class BaseMetricLossFunction(nn.Module):
         """The loss.
 
         Args:
-            embeddings: [N, D], any floating dtype.
+            embeddings: [N, D], dense, of dtype float16, bfloat16, float32 or float64.
             labels: [N], any integer dtype or bool, on the same device. Values are opaque: only equality counts.
             indices_tuple: mined triplets or pairs, for the losses that use them.
             ref_emb, ref_labels: a separate reference set, for the losses that use one.
@@ -131,7 +134,7 @@ class BaseMetricLossFunction(nn.Module):
             Scalar; zero, attached to the graph of the embeddings, where there is nothing to compute.
 
         Raises:
-            TypeError: embeddings that are not floating, labels that are not integers, indices of another dtype.
+            TypeError: embeddings of another dtype or sparse, labels that are not integers, indices of another dtype.
             ValueError: wrong rank, lengths or devices that differ, an argument the loss does not support.
         """
         loss = self.reduced_objective(embeddings, labels, indices_tuple, ref_emb, ref_labels)
@@ -207,11 +210,15 @@ def check_arguments(
 
 
 def check_embeddings(embeddings: Any, name: str) -> None:
-    """[N, D] floating, or an error that names the argument."""
+    """[N, D] floating and dense, or an error that names the argument."""
     if not isinstance(embeddings, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(embeddings).__name__}")
-    if not embeddings.is_floating_point():
-        raise TypeError(f"{name} must be of a floating dtype, got {embeddings.dtype}")
+    if embeddings.dtype not in DTYPES:
+        raise TypeError(
+            f"{name} must be of a floating dtype: float16, bfloat16, float32 or float64, got {embeddings.dtype}"
+        )
+    if embeddings.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {embeddings.layout}")
     if embeddings.ndim != 2:
         raise ValueError(f"{name} must have shape [N, D], got {list(embeddings.shape)}")
 
