@@ -345,6 +345,9 @@ def other_modes() -> dict[str, Any]:
     if dist.get_world_size() == 2:
         compiled = torch.compile(lambda e, y: loss(e * 2, y) + 1, backend="eager")
         results["compiled"] = compiled(rows[part], labels[part])
+    # As of init_process_group() without a backend: one for each type of device.
+    by_device = dist.new_group(backend="cpu:gloo")
+    results["by device"] = DistributedLoss(losses.PNPLoss(), by_device)(rows[part], labels[part])
     results["outside"] = own_share(8) is None
     leaf = rows[part].clone().requires_grad_()
     (grad,) = torch.autograd.grad(loss(leaf, labels[part]), leaf, create_graph=True)
@@ -470,6 +473,7 @@ def test_other_modes(ranks: list[Any]) -> None:
         modes = rank["modes"]
         assert_close(modes["no_grad"], expected, rtol=1e-12)
         assert_close(modes["frozen"], expected, rtol=1e-12)
+        assert_close(modes["by device"], expected, rtol=1e-12)
         assert_same(modes["bfloat16"], in_half.detach())
         # Rounded on every rank, then added: one rounding of 2^-9 a rank, of terms of the size of the largest entry.
         atol = len(ranks) * 2**-8 * float(half.grad.abs().max())

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from tritonloss.backends import selected_backend
 from tritonloss.indices import as_indices
-from tritonloss.ops.shares import gather, sharing
+from tritonloss.ops.shares import backends, gather, sharing
 from tritonloss.types import accumulation_dtype
 
 
@@ -214,8 +214,11 @@ def _plain(value: Any) -> str:
 def _agree(facts: dict[str, str], sizes: list[int], group: Any) -> list[list[int]]:
     """The sizes of all ranks; an error on every rank where facts differ, or where a rank has an error."""
     digest = hashlib.sha256(repr(sorted(facts.items())).encode()).digest()
-    on = "cpu" if dist.get_backend(group) in ("gloo", "mpi") else "cuda"
-    mine = torch.tensor([int.from_bytes(digest[:7], "big"), *sizes], device=on)
+    # A device that every rank takes, also one whose arguments are at fault.
+    types = list(backends(group))
+    mine = torch.tensor(
+        [int.from_bytes(digest[:7], "big"), *sizes], device="cpu" if "cpu" in types else types[0]
+    )
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
     digests, *columns = zip(*torch.stack(everyone).tolist(), strict=True)

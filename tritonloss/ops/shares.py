@@ -82,6 +82,11 @@ def _edge(n: int, part: float, triangular: bool) -> int:
     return round(n * (1 - math.sqrt(1 - part)) if triangular else n * part)
 
 
+def backends(group: Any) -> dict[str, str]:
+    """The backend of the group for each type of device that it serves, such as {"cpu": "gloo", "cuda": "nccl"}."""
+    return dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
+
+
 def gather(part: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
     """The rows of all processes in the order of their ranks.
 
@@ -114,7 +119,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         rank = dist.get_rank(ctx.group)
         total = grad.to(accumulation_dtype(grad.dtype), memory_format=torch.contiguous_format, copy=True)
-        if dist.get_backend(ctx.group) == "nccl" and total.numel():
+        if backends(ctx.group).get(total.device.type) == "nccl" and total.numel():
             own = _reduce_scatter(total, ctx.sizes, ctx.group)[: ctx.sizes[rank]]
         else:
             dist.all_reduce(total, group=ctx.group)
