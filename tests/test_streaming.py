@@ -34,7 +34,7 @@ def test_block_is_half_of_the_l2_cache_of_a_gpu(
 
 
 def test_block_on_a_cpu() -> None:
-    assert rows("cpu") == 2 * MEBIBYTE // ROW
+    assert rows("cpu") == 4 * MEBIBYTE // ROW
     assert rows("cpu", columns=2**24) == 16
 
 
