@@ -45,6 +45,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "SURROGATE": SURROGATES,
     "WITH_SLOPES": (True, False),
     "WITH_POSITIVES": (False, True),
+    "ONE_TILE": (True, False),
     "DESCENDING": (False, True),
     "PER_UNIT": tuple(sorted({stencil.per_unit for stencil in large_classes.STENCILS.values()})),
     "POINTS": tuple(sorted({stencil.points for stencil in large_classes.STENCILS.values()})),
@@ -83,9 +84,10 @@ def builds(arch: str, kernel: str) -> Iterator[Build]:
     for dtype, block_p in itertools.product(ITEMSIZE, tiles):
         for config in tuning.configurations(kernel, block_p, ITEMSIZE[dtype]):
             for values in itertools.product(*options.values()):
-                yield make_build(
-                    kernel, arch, dtype, block_p, config, dict(zip(options, values, strict=True))
-                )
+                chosen = dict(zip(options, values, strict=True))
+                # Only the widest tile leaves positives over for another.
+                if chosen.get("ONE_TILE", True) or block_p == max(TILES):
+                    yield make_build(kernel, arch, dtype, block_p, config, chosen)
 
 
 def default_build(kernel: str, arch: str, block_p: int = 4) -> Build:

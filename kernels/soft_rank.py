@@ -13,11 +13,13 @@ import triton.language as tl
 
 from .surrogates import (
     RATIO_LIMIT,
-    ROOT,
     SCALE,
-    SLOPE_RATIO_LIMIT,
-    SPREAD_LIMIT,
+    SQUARE,
     exponential,
+    of_all,
+    rank_factors,
+    slope_factors,
+    slope_scale,
     surrogate,
     two_derivatives,
     two_sigmoids,
@@ -26,8 +28,11 @@ from .surrogates import (
 ROW_STRIDE_UNIT = tl.constexpr(16)
 # Columns of a tile of positives against positives: classes are far smaller than rows.
 BLOCK_OWN = tl.constexpr(128)
-# The score of what is not a key of the sum: it counts as -inf, but its exponential is 0 without an infinity on the way.
-ABSENT = tl.constexpr(-1e38)
+# Tiles of keys for which a backward program prepares its positives once.
+TILES_PER_PROGRAM = tl.constexpr(4)
+# The score of what is not a key of the sum, and of nothing else: it counts as -inf, but its exponential is 0 without an
+# infinity on the way.
+ABSENT = tl.constexpr(-(2.0**126))
 
 
 @triton.jit
@@ -57,6 +62,12 @@ def is_negative(n, first, n_positives, n_keys):
     # number.
     outside = (n - first).to(tl.uint32, bitcast=True) >= n_positives.to(tl.uint32, bitcast=True)
     return outside & (n < n_keys)
+
+
+@triton.jit
+def is_edge(begin, BLOCK_N: tl.constexpr, first, n_positives, n_keys):
+    """Whether a tile of keys meets the class or the end of the row."""
+    return ((begin < first + n_positives) & (begin + BLOCK_N > first)) | (begin + BLOCK_N > n_keys)
 
 
 @triton.jit
@@ -103,24 +114,19 @@ def soft_rank_forward(
     first = tl.load(start + row).to(tl.int32)
     row_scores = row_pointer(scores, row, stride_units)
     is_pair = p < n_positives
-    positive = tl.load(row_scores + first + p, mask=is_pair, other=0.0)
+    positive = tl.load(row_scores + first + p, mask=is_pair, other=float("inf"))
     threshold = positive[:, None]
     rank = tl.zeros([BLOCK_P, HALF], dtype=scores.dtype.element_ty)
     slope = tl.zeros([BLOCK_P, HALF], dtype=scores.dtype.element_ty)
     if FACTORED:
-        is_number = is_pair & (positive == positive)
-        lowest = tl.min(tl.where(is_number, positive, float("inf")))
-        highest = tl.max(tl.where(is_number, positive, -float("inf")))
-        factor = exponential(lowest - tl.where(is_pair, positive, lowest), FAST_MATH)
-        quarter = (0.25 * factor)[:, None]
-        narrow = highest - lowest < SPREAD_LIMIT
-        # Sums are kept in units of factor * SCALE, or of 1. A NaN stays one whatever tiles are left out.
-        unit = tl.where(narrow, factor * SCALE, tl.where(positive == positive, 1.0, positive))
-        lift = (1.0 / unit)[:, None]
-        limit = tl.where(narrow, RATIO_LIMIT, 1)
+        lowest = tl.min(tl.where(positive == positive, positive, float("inf")))
+        lowest = tl.where(lowest < float("inf"), lowest, 0.0)  # none is finite
+        highest = tl.max(tl.where(is_pair & (positive == positive), positive, -float("inf")))
+        u, v, inverse_v, unit = rank_factors(lowest, threshold, FAST_MATH)
+        lift = 1.0 / unit  # sums are kept in units of u SCALE
         n_saturated = 0
     for begin in range(0, n_keys, BLOCK_N):
-        edge = ((begin < first + n_positives) & (begin + BLOCK_N > first)) | (begin + BLOCK_N > n_keys)
+        edge = is_edge(begin, BLOCK_N, first, n_positives, n_keys)
         n = (begin + tl.arange(0, HALF))[None, :]
         left, right = load_keys(row_scores, n, HALF, first, n_positives, n_keys, edge)
         if FACTORED:
@@ -128,11 +134,11 @@ def soft_rank_forward(
             right_ratio = exponential(right - lowest, FAST_MATH)
             total = left_ratio + right_ratio
             # As unsigned integers, numbers from 0 up keep their order, and every NaN is larger: one comparison tells
-            # 0 < largest < limit.
+            # 0 < largest < RATIO_LIMIT.
             largest = tl.max(total.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
-            if (largest - 1).to(tl.uint32, bitcast=True) < (limit - 1).to(tl.uint32, bitcast=True):
-                product = left_ratio * (16 * SCALE) * right_ratio
-                value, derivative = two_sigmoids(total, product, quarter, FAST_MATH)
+            if (largest - 1).to(tl.uint32, bitcast=True) < (RATIO_LIMIT - 1):
+                product = left_ratio * (SCALE / SQUARE) * right_ratio
+                value, derivative = two_sigmoids(total, product, u, v, inverse_v, FAST_MATH)
                 rank += value
                 if WITH_SLOPES:
                     slope += derivative
@@ -155,11 +161,14 @@ def soft_rank_forward(
             value, derivative = terms(right, threshold, SURROGATE, FAST_MATH)
             rank += value
             slope += derivative
+    if FACTORED:
+        # Before they are added up: a sum of a row may be too large for the unit.
+        rank *= unit
+        slope *= unit
     rank = tl.sum(rank, 1)
     slope = tl.sum(slope, 1)
     if FACTORED:
-        rank = rank * unit + n_saturated
-        slope *= unit
+        rank += n_saturated
     pair = tl.load(offset + row) + p
     tl.store(ranks + pair, rank, mask=is_pair)
     tl.store(positives + pair, positive, mask=is_pair)
@@ -183,7 +192,6 @@ def soft_rank_forward(
 @triton.jit
 def own_gradient(
     own,
-    keys,
     pairs,
     n_positives,
     positives,
@@ -197,8 +205,8 @@ def own_gradient(
     FAST_MATH: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """The gradient of the positives `own` of a row, at the scores `keys`; 0 at what is not a positive."""
-    is_positive = (own >= 0) & (own < n_positives)
+    """The gradient of the positives `own` [1, BLOCK_OWN] of a row."""
+    is_positive = own < n_positives
     weight = tl.load(grad_ranks + pairs + own, mask=is_positive, other=0.0)
     slope = tl.load(slopes + pairs + own, mask=is_positive, other=0.0)
     grad = tl.load(grad_positives + pairs + own, mask=is_positive, other=0.0) - weight * slope
@@ -206,6 +214,7 @@ def own_gradient(
         weight = tl.load(grad_positive_ranks + pairs + own, mask=is_positive, other=0.0)
         slope = tl.load(positive_slopes + pairs + own, mask=is_positive, other=0.0)
         grad -= weight * slope
+        keys = tl.load(positives + pairs + own, mask=is_positive, other=0.0)
         for begin in range(0, n_positives, BLOCK_P):
             p = begin + tl.arange(0, BLOCK_P)
             positive = tl.load(positives + pairs + p, mask=p < n_positives, other=0.0)
@@ -217,9 +226,94 @@ def own_gradient(
 
 
 @triton.jit
-def weighted_derivatives(keys, positive, weight, SURROGATE: tl.constexpr, FAST_MATH: tl.constexpr):
-    _, derivative = terms(keys, positive, SURROGATE, FAST_MATH)
-    return tl.sum(weight * derivative, 0, keep_dims=True)
+def load_pairs(positives, grad_ranks, pairs, begin, n_positives, other, BLOCK_P: tl.constexpr):
+    """Scores and weights [BLOCK_P, 1] of a row's positives from `begin` on; `other` and 0 past the last."""
+    p = (begin + tl.arange(0, BLOCK_P))[:, None]
+    positive = tl.load(positives + pairs + p, mask=p < n_positives, other=other)
+    weight = tl.load(grad_ranks + pairs + p, mask=p < n_positives, other=0.0)
+    return positive, weight
+
+
+@triton.jit
+def factored_pairs(
+    positives, grad_ranks, pairs, begin, n_positives, FAST_MATH: tl.constexpr, BLOCK_P: tl.constexpr
+):
+    """What `two_derivatives` needs of the positives from `begin` on: lowest score, f, 1 / f, weight, c, limit."""
+    # Past the last, an infinite score is never the lowest, and its weight is 0.
+    positive, weight = load_pairs(positives, grad_ranks, pairs, begin, n_positives, float("inf"), BLOCK_P)
+    c, limit = slope_scale(positive, weight)
+    lowest = of_all(tl.where(positive == positive, positive, float("inf")), "min")
+    lowest = tl.where(lowest < float("inf"), lowest, 0.0)  # none is finite
+    f, inverse_f, weight = slope_factors(lowest, positive, weight, FAST_MATH)
+    return lowest, f, inverse_f, weight, c, limit
+
+
+@triton.jit
+def direct_gradient(
+    left,
+    right,
+    positives,
+    grad_ranks,
+    pairs,
+    begin,
+    n_positives,
+    SURROGATE: tl.constexpr,
+    FAST_MATH: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Sums over the positives from `begin` on of weight g', term by term."""
+    positive, weight = load_pairs(positives, grad_ranks, pairs, begin, n_positives, 0.0, BLOCK_P)
+    _, left_slope = terms(left, positive, SURROGATE, FAST_MATH)
+    _, right_slope = terms(right, positive, SURROGATE, FAST_MATH)
+    left_grad = tl.sum(weight * left_slope, 0, keep_dims=True)
+    right_grad = tl.sum(weight * right_slope, 0, keep_dims=True)
+    return left_grad, right_grad
+
+
+@triton.jit
+def factored_gradient(
+    left,
+    right,
+    lowest,
+    f,
+    inverse_f,
+    weight,
+    c,
+    limit,
+    positives,
+    grad_ranks,
+    pairs,
+    begin,
+    n_positives,
+    SURROGATE: tl.constexpr,
+    FAST_MATH: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """The same with the ratios of `factored_pairs` where they have the range."""
+    left_ratio = exponential(left - lowest, FAST_MATH)
+    right_ratio = exponential(right - lowest, FAST_MATH)
+    largest = tl.max((left_ratio + right_ratio).to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
+    left_grad = tl.zeros_like(left)
+    right_grad = tl.zeros_like(right)
+    # 0 < largest < limit, as in the forward kernel.
+    if (largest - 1).to(tl.uint32, bitcast=True) < (limit - 1).to(tl.uint32, bitcast=True):
+        left_grad, right_grad = two_derivatives(left_ratio, right_ratio, f, inverse_f, weight, c, FAST_MATH)
+        left_grad *= c * c
+        right_grad *= c * c
+    elif ((largest != 0) | (limit == 1)) & (begin < n_positives):
+        left_grad, right_grad = direct_gradient(
+            left,
+            right,
+            positives,
+            grad_ranks,
+            pairs,
+            begin,
+            n_positives,
+            SURROGATE,
+            FAST_MATH,
+            BLOCK_P,
+        )
+    return left_grad, right_grad
 
 
 @triton.jit(do_not_specialize=["stride_units", "n_keys", "n_bucket", "p_bucket"])
@@ -241,6 +335,7 @@ def soft_rank_backward(
     p_bucket,
     SURROGATE: tl.constexpr,
     WITH_POSITIVES: tl.constexpr,
+    ONE_TILE: tl.constexpr,
     FAST_MATH: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -249,6 +344,7 @@ def soft_rank_backward(
 
     With the ranks among the positives and their gradients u, a positive j also gets the sum over the positives i != j
     of u_i g'(s_j - s_i), less u_j positive_slopes[j].
+    With ONE_TILE no row has more than BLOCK_P positives. A program takes TILES_PER_PROGRAM tiles of keys.
     A pure map: no reduction across programs, every element written once.
     """
     HALF: tl.constexpr = BLOCK_N // 2
@@ -258,86 +354,101 @@ def soft_rank_backward(
     first = tl.load(start + row).to(tl.int32)
     pairs = tl.load(offset + row)
     row_scores = row_pointer(scores, row, stride_units)
-    begin_keys = tl.program_id(1) * BLOCK_N
-    n = (begin_keys + tl.arange(0, HALF))[None, :]
-    edge = begin_keys + BLOCK_N > n_keys
-    # The columns of positives are computed like the others, and replaced.
-    left, right = load_keys(row_scores, n, HALF, first, 0 * n_positives, n_keys, edge)
-    left_grad = tl.zeros([1, HALF], dtype=scores.dtype.element_ty)
-    right_grad = tl.zeros([1, HALF], dtype=scores.dtype.element_ty)
-    for begin in range(0, n_positives, BLOCK_P):
-        p = (begin + tl.arange(0, BLOCK_P))[:, None]
-        is_pair = p < n_positives
-        positive = tl.load(positives + pairs + p, mask=is_pair, other=0.0)
-        weight = tl.load(grad_ranks + pairs + p, mask=is_pair, other=0.0)
-        if FACTORED:
-            is_number = is_pair & (positive == positive)
-            lowest = tl.min(tl.where(is_number, positive, float("inf")))
-            highest = tl.max(tl.where(is_number, positive, -float("inf")))
-            is_nan = (positive != positive) | (weight != weight)
-            has_nan = tl.max(is_nan.to(tl.int32)) != 0
-            narrow = (highest - lowest < SPREAD_LIMIT) & (has_nan == 0)
-            left_ratio = exponential(left - lowest, FAST_MATH)
-            right_ratio = exponential(right - lowest, FAST_MATH)
-            largest = tl.max((left_ratio + right_ratio).to(tl.uint32, bitcast=True)).to(
-                tl.int32, bitcast=True
-            )
-            limit = tl.where(narrow, SLOPE_RATIO_LIMIT, 1)
-            if (largest - 1).to(tl.uint32, bitcast=True) < (limit - 1).to(tl.uint32, bitcast=True):
-                factor = exponential(lowest - tl.where(is_pair, positive, lowest), FAST_MATH)
-                left_sum, right_sum = two_derivatives(left_ratio, right_ratio, factor, weight, FAST_MATH)
-                left_sum = left_ratio * tl.sum(left_sum, 0, keep_dims=True)
-                right_sum = right_ratio * tl.sum(right_sum, 0, keep_dims=True)
-                left_grad = tl.fma(left_sum, ROOT * ROOT, left_grad)
-                right_grad = tl.fma(right_sum, ROOT * ROOT, right_grad)
-            elif (largest != 0) | has_nan:
-                if (all_above(left, right, highest + 88.0) == 0) | has_nan:
-                    left_grad += weighted_derivatives(left, positive, weight, SURROGATE, FAST_MATH)
-                    right_grad += weighted_derivatives(right, positive, weight, SURROGATE, FAST_MATH)
-        else:
-            left_grad += weighted_derivatives(left, positive, weight, SURROGATE, FAST_MATH)
-            right_grad += weighted_derivatives(right, positive, weight, SURROGATE, FAST_MATH)
-    if (begin_keys < first + n_positives) & (begin_keys + BLOCK_N > first):
-        own = n - first
-        grad = own_gradient(
-            own,
-            left,
-            pairs,
-            n_positives,
-            positives,
-            slopes,
-            grad_ranks,
-            grad_positives,
-            positive_slopes,
-            grad_positive_ranks,
-            SURROGATE,
-            WITH_POSITIVES,
-            FAST_MATH,
-            BLOCK_P,
-        )
-        left_grad = tl.where((own >= 0) & (own < n_positives), grad, left_grad)
-        own += HALF
-        grad = own_gradient(
-            own,
-            right,
-            pairs,
-            n_positives,
-            positives,
-            slopes,
-            grad_ranks,
-            grad_positives,
-            positive_slopes,
-            grad_positive_ranks,
-            SURROGATE,
-            WITH_POSITIVES,
-            FAST_MATH,
-            BLOCK_P,
-        )
-        right_grad = tl.where((own >= 0) & (own < n_positives), grad, right_grad)
     row_grad = row_pointer(grad_scores, row, stride_units)
-    if edge:
-        tl.store(row_grad + n, left_grad, mask=n < n_keys)
-        tl.store(row_grad + n + HALF, right_grad, mask=n + HALF < n_keys)
-    else:
-        tl.store(row_grad + n, left_grad)
-        tl.store(row_grad + n + HALF, right_grad)
+    for begin in range(tl.program_id(1) * BLOCK_OWN, n_positives, tl.num_programs(1) * BLOCK_OWN):
+        own = (begin + tl.arange(0, BLOCK_OWN))[None, :]
+        grad = own_gradient(
+            own,
+            pairs,
+            n_positives,
+            positives,
+            slopes,
+            grad_ranks,
+            grad_positives,
+            positive_slopes,
+            grad_positive_ranks,
+            SURROGATE,
+            WITH_POSITIVES,
+            FAST_MATH,
+            BLOCK_P,
+        )
+        tl.store(row_grad + first + own, grad, mask=own < n_positives)
+    if FACTORED and ONE_TILE:
+        # Once for all tiles of keys.
+        lowest, f, inverse_f, weight, c, limit = factored_pairs(
+            positives, grad_ranks, pairs, 0, n_positives, FAST_MATH, BLOCK_P
+        )
+    begin_program = tl.program_id(1) * (TILES_PER_PROGRAM * BLOCK_N)
+    for begin_keys in range(
+        begin_program, tl.minimum(begin_program + TILES_PER_PROGRAM * BLOCK_N, n_keys), BLOCK_N
+    ):
+        n = (begin_keys + tl.arange(0, HALF))[None, :]
+        edge = is_edge(begin_keys, BLOCK_N, first, n_positives, n_keys)
+        left, right = load_keys(row_scores, n, HALF, first, n_positives, n_keys, edge)
+        if FACTORED and ONE_TILE:
+            left_grad, right_grad = factored_gradient(
+                left,
+                right,
+                lowest,
+                f,
+                inverse_f,
+                weight,
+                c,
+                limit,
+                positives,
+                grad_ranks,
+                pairs,
+                0,
+                n_positives,
+                SURROGATE,
+                FAST_MATH,
+                BLOCK_P,
+            )
+        else:
+            left_grad = tl.zeros_like(left)
+            right_grad = tl.zeros_like(right)
+            for begin in range(0, n_positives, BLOCK_P):
+                if FACTORED:
+                    lowest, f, inverse_f, weight, c, limit = factored_pairs(
+                        positives, grad_ranks, pairs, begin, n_positives, FAST_MATH, BLOCK_P
+                    )
+                    more_left, more_right = factored_gradient(
+                        left,
+                        right,
+                        lowest,
+                        f,
+                        inverse_f,
+                        weight,
+                        c,
+                        limit,
+                        positives,
+                        grad_ranks,
+                        pairs,
+                        begin,
+                        n_positives,
+                        SURROGATE,
+                        FAST_MATH,
+                        BLOCK_P,
+                    )
+                else:
+                    more_left, more_right = direct_gradient(
+                        left,
+                        right,
+                        positives,
+                        grad_ranks,
+                        pairs,
+                        begin,
+                        n_positives,
+                        SURROGATE,
+                        FAST_MATH,
+                        BLOCK_P,
+                    )
+                left_grad += more_left
+                right_grad += more_right
+        if edge:
+            # By what was loaded: the comparisons of load_keys, made again, are made before it and for every tile.
+            tl.store(row_grad + n, left_grad, mask=left != ABSENT)
+            tl.store(row_grad + n + HALF, right_grad, mask=right != ABSENT)
+        else:
+            tl.store(row_grad + n, left_grad)
+            tl.store(row_grad + n + HALF, right_grad)

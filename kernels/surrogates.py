@@ -2,7 +2,8 @@
 
 Every surrogate takes `difference = (s_negative - s_positive) / temperature` and returns g and its derivative. A masked
 key arrives as `-inf` and must come out as exactly `(0, 0)`; a NaN as NaN.
-For the sigmoid in float32 there is a second form, of ratios e^(difference) instead of differences: `two_sigmoids`.
+For the sigmoid in float32 there is a second form, of ratios e^(difference) instead of differences: `two_sigmoids` and
+`two_derivatives`.
 """
 
 import triton
@@ -12,16 +13,24 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # e^-200 is 0 in float32; a difference is cut there, because `exponential` wants a finite number.
 FLOOR = tl.constexpr(-200.0)
-# A denominator (1 + p)(1 + q) is at least 1: scaled by this, it may use the lower half of float32's range as well.
-SCALE = tl.constexpr(2.0**-40)
-# The bits of 2^82, the bound of a + b in `two_sigmoids`: 16 a b SCALE, the largest number there, is at most 2^126.
-RATIO_LIMIT = tl.constexpr(0x68800000)
-# The same for `two_derivatives`, and 2^74: (ROOT (1 + p))^-2 times a weight above 2^-38 is a normal number.
-ROOT = tl.constexpr(2.0**-30)
-SLOPE_RATIO_LIMIT = tl.constexpr(0x64800000)
-# The largest difference of two positives that share the ratios of their keys. The factor f of a positive is then at
-# least 2^-64, and a sum over 2^23 keys, divided by f SCALE, stays below 2^127.
-SPREAD_LIMIT = tl.constexpr(44.0)
+# `two_sigmoids`: the bits of 2^72, the bound of a + b. D = (1 + p)(1 + q) is between 1 and 2^142: kept times SCALE, it
+# leaves room for the unit of the sums. SQUARE moves products of two keys and squares of f towards each other:
+# f^2 SQUARE underflows only where p and q are below 2^-20, so that their product does not count.
+RATIO_LIMIT = tl.constexpr(0x63800000)
+SCALE = tl.constexpr(2.0**-30)
+SQUARE = tl.constexpr(2.0**60)
+# A g of 1 is 1 / (u SCALE), at most 2^108, and a register sums no more than N / 128 of them: up to 2^26 keys. Below
+# the smallest f, 2^-199, p is no normal number for any key.
+LEAST_U = tl.constexpr(-54.0)
+LEAST_V = tl.constexpr(-84.0)
+# `slope_scale`: bits of float32. The bound of a + b is 2^62 for weights of 1, and largest there.
+EXPONENT = tl.constexpr(0x7F800000)
+ONE = tl.constexpr(0x3F800000)
+SMALLEST_SLOPE_SCALE = tl.constexpr(65 << 23)  # 2^-62
+LARGEST_WEIGHT = tl.constexpr(0x4F800000)  # 2^32; over f it is still a number
+SLOPE_BOUND = tl.constexpr(381 << 22)
+# e^-62 < 2^-24 / 2^62: for a positive with this f, or a smaller one, 1 + p is 1.
+LEAST_F = tl.constexpr(-62.0)
 
 
 @triton.jit
@@ -73,38 +82,95 @@ def sigmoid(difference, FAST_MATH: tl.constexpr):
 
 
 @triton.jit
-def two_sigmoids(total, product, quarter, FAST_MATH: tl.constexpr):
+def factor(lowest, positive, FIRST: tl.constexpr, SECOND: tl.constexpr, FAST_MATH: tl.constexpr):
+    """f = e^(lowest - positive) as a product of two, no less than e^FIRST and e^SECOND. A NaN stays one."""
+    is_lowest = positive == lowest  # two infinities have no difference
+    gap = tl.where(is_lowest, 0.0, lowest - tl.where(is_lowest, 0.0, positive))
+    first = tl.maximum(gap, FIRST, propagate_nan=tl.PropagateNan.ALL)
+    second = tl.maximum(gap - first, SECOND, propagate_nan=tl.PropagateNan.ALL)
+    return exponential(first, FAST_MATH), exponential(second, FAST_MATH)
+
+
+@triton.jit
+def rank_factors(lowest, positive, FAST_MATH: tl.constexpr):
+    """u and v of `two_sigmoids`, 1 / v, and u SCALE."""
+    u, v = factor(lowest, positive, LEAST_U, LEAST_V, FAST_MATH)
+    return u, v, reciprocal(v, FAST_MATH), u * SCALE
+
+
+@triton.jit
+def two_sigmoids(total, product, u, v, inverse_v, FAST_MATH: tl.constexpr):
     """Sums of g and g' over two keys with the ratios p and q, and one reciprocal: g = p/(1+p), g' = p/(1+p)^2.
 
-    p = a f and q = b f, where a and b belong to the keys and f <= 1 to the positive: total = a + b below RATIO_LIMIT,
-    product = 16 a b SCALE, quarter = f / 4. Both results come divided by f SCALE.
+    p = a f and q = b f, where a and b belong to the keys and f = u v <= 1 to the positive: total = a + b below
+    RATIO_LIMIT, product = a b SCALE / SQUARE. Both results come divided by u SCALE.
 
-    With S = p + q, Q = p q and D = 1 + S + Q, the sums are (S + 2 Q) / D and (S (1 + Q) + 4 Q) / D^2: no term is
-    negative, so nothing cancels. A product that underflows is negligible beside `total`.
+    With S = a + b, Q = a b, E = 1 + Q f^2 and D = E + S f, the sums are (S + 2 Q f) / D and (S E + 4 Q f) / D^2, times
+    f: no term is negative, so nothing cancels. A product that underflows is negligible beside `total`.
     """
-    four_product = quarter * product  # 4 Q SCALE / f
-    denominator = quarter * (4 * SCALE * total + four_product) + SCALE
-    inverse = reciprocal(denominator, FAST_MATH)
+    # E and D are kept times SCALE / v. What stands in brackets depends on the positive only.
+    even = product * (u * SQUARE * (u * v)) + (SCALE * inverse_v)
+    inverse = reciprocal(total * (u * SCALE) + even, FAST_MATH)
     first = total * inverse
-    second = four_product * inverse
-    value = first + second * (0.5 / SCALE)
-    derivative = (first * (quarter * four_product + SCALE) + second) * inverse
+    second = product * inverse
+    value = first + second * (u * v * (2 * SQUARE / SCALE))
+    derivative = (first * even + second * (u * (4 * SQUARE))) * inverse
     return value, derivative
 
 
 @triton.jit
-def two_derivatives(a, b, factor, weight, FAST_MATH: tl.constexpr):
-    """weight g' at the ratios p = a factor and q = b factor, with one reciprocal; divided by a ROOT^2 and by b ROOT^2.
+def of_all(values, REDUCE: tl.constexpr):
+    """The largest or smallest of values [BLOCK_P, 1]. Axis by axis: as a whole they would be shuffled between lanes."""
+    if REDUCE == "max":
+        return tl.max(tl.max(values, 1), 0)
+    else:
+        return tl.min(tl.min(values, 1), 0)
 
-    a + b below SLOPE_RATIO_LIMIT. With D = ROOT (1 + p), g' = p ROOT^2 / D^2.
+
+@triton.jit
+def slope_scale(positive, weight):
+    """c for `two_derivatives`, a power of two, and the bits of the bound of a + b there: 1 where it cannot serve.
+
+    With W the largest weight and w the smallest, 8 W / c^2 stays below 2^127, min(w, 1) / (c (a + b)^2 / 4)^2 a normal
+    number, and so does c^2. The bits of a number, less those of 1, are its logarithm within 0.09 octaves: halved and
+    quartered, they give the roots.
     """
-    left = a * (factor * ROOT) + ROOT
-    right = b * (factor * ROOT) + ROOT
-    inverse = reciprocal(left * right, FAST_MATH)
-    first = inverse * right
-    second = inverse * left
-    weight *= factor
-    return first * weight * first, second * weight * second
+    size = weight.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    size = tl.where(positive == positive, size, 0x7FFFFFFF)
+    largest = of_all(size, "max")
+    # A weight of 0 asks for nothing: less 1, it is the largest unsigned number.
+    smallest = of_all((size - 1).to(tl.uint32, bitcast=True), "min")
+    smallest = tl.minimum(smallest, ONE).to(tl.int32, bitcast=True)
+    scale = tl.maximum(((largest >> 1) + (3 << 23)) & EXPONENT, SMALLEST_SLOPE_SCALE)
+    bound = SLOPE_BOUND + (smallest >> 2) - (scale >> 1)
+    return scale.to(tl.float32, bitcast=True), tl.where(largest < LARGEST_WEIGHT, bound, 1)
+
+
+@triton.jit
+def slope_factors(lowest, positive, weight, FAST_MATH: tl.constexpr):
+    """f, 1 / f and the weight for `two_derivatives`: what f cannot hold, where 1 + p is 1, goes to the weight."""
+    f, rest = factor(lowest, positive, LEAST_F, FLOOR, FAST_MATH)
+    return f, reciprocal(f, FAST_MATH), weight * rest
+
+
+@triton.jit
+def two_derivatives(a, b, f, inverse_f, weight, c, FAST_MATH: tl.constexpr):
+    """Sums over the positives of weight g' at two keys, with one reciprocal for both; divided by c^2.
+
+    p = a f and q = b f, a and b [1, HALF] of the keys, f and weight [BLOCK_P, 1] of the positives, c of `slope_scale`.
+    With S = a + b, Q = a b and r = 1 / (1 / f + S + Q f) = f / ((1 + p)(1 + q)), the sum at a is
+
+        sum of weight p / (1 + p)^2 = a sum of weight / f (1 + q)^2 r^2,
+
+    which needs the sums of weight r^2 / f, 2 weight r^2 and weight f r^2 only, and so does the one at b.
+    """
+    # What stands in brackets depends on the positives only. f c may be a subnormal number, where p q is below 2^-6.
+    inverse = reciprocal(a * b * (f * c) + ((a + b) * c + (inverse_f * c)), FAST_MATH)
+    square = inverse * inverse
+    zeroth = tl.sum(square * (weight * inverse_f), 0, keep_dims=True)
+    first = tl.sum(square * (2 * weight), 0, keep_dims=True)
+    second = tl.sum(square * (weight * f), 0, keep_dims=True)
+    return a * (zeroth + b * (first + b * second)), b * (zeroth + a * (first + a * second))
 
 
 @triton.jit

@@ -31,8 +31,8 @@ def test_builds_without_spills_or_fences(arch: str) -> None:
     assert max(build["threads"] for build in builds) <= 1024
 
 
-@pytest.mark.parametrize(("direction", "budget"), [("forward", 8), ("backward", 9)])
-def test_common_path_stays_within_its_budget(direction: str, budget: float) -> None:
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_common_path_stays_within_its_budget(direction: str) -> None:
     program = f"import json, bench.sass; print(json.dumps(bench.sass.loop_of({direction!r})._asdict()))"
     command = [sys.executable, "-c", program]
     output = subprocess.run(
@@ -41,6 +41,6 @@ def test_common_path_stays_within_its_budget(direction: str, budget: float) -> N
     loop = json.loads(output)
     # One exponential for four triples and one reciprocal for two: with less the script has counted another way.
     assert 0.75 <= loop["mufu"] <= 1
-    assert 5 < loop["instructions"] <= budget
+    assert 5 < loop["instructions"] <= 8
     assert loop["spills"] == 0
     assert loop["fences"] == 0

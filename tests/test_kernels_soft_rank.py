@@ -152,10 +152,18 @@ def forward(
 
 
 def backward(
-    b: Block, saved: dict[str, Tensor], grads: dict[str, Tensor], surrogate: str, p: int, n: int
+    b: Block,
+    saved: dict[str, Tensor],
+    grads: dict[str, Tensor],
+    surrogate: str,
+    p: int,
+    n: int,
+    *,
+    one_tile: bool | None = None,
 ) -> Tensor:
-    """grad_scores, after a look at what surrounds it."""
+    """grad_scores, after a look at what surrounds it. one_tile: None is what the backend takes."""
     among = "positive_ranks" in grads
+    one_tile = int(b.count.max()) <= p if one_tile is None else one_tile
     rows, n_keys = b.scores.shape
     grad_scores = padded_rows(rows, n_keys, b.scores, GUARD, b.stride_units)
     grad_scores.fill_(torch.nan)
@@ -177,6 +185,7 @@ def backward(
         p_bucket=1,
         SURROGATE=surrogate,
         WITH_POSITIVES=among,
+        ONE_TILE=one_tile,
         FAST_MATH=fast_math(b.scores),
         BLOCK_P=p,
         BLOCK_N=n,
@@ -339,6 +348,19 @@ def test_two_runs_give_the_same_bits(surrogate: str, device: torch.device) -> No
     assert_same(*(backward(b, first, grads, surrogate, 8, 16) for _ in range(2)))
 
 
+@among_positives
+@surrogates
+def test_one_tile_of_positives_is_many(surrogate: str, among: bool, device: torch.device) -> None:
+    """What is prepared once for all keys is what each tile would prepare. 150 keys: more tiles than a program has."""
+    b = block(150, [(3, 4), (146, 4), (70, 2), (5, 0)], device, torch.float32)
+    outputs = forward(b, surrogate, 4, 16, among=among)
+    names = ["ranks", "positives", "positive_ranks"] if among else ["ranks", "positives"]
+    grads = {name: torch.randn_like(outputs["ranks"]) for name in names}
+    once, each = (backward(b, outputs, grads, surrogate, 4, 16, one_tile=one) for one in (True, False))
+    assert_same(once, each)
+    assert_close(once, exact_backward(b, grads, surrogate), atol=rounding(b))
+
+
 def test_a_program_beyond_the_class_writes_nothing(device: torch.device) -> None:
     """The grid covers the largest class; a row with a smaller one, or none, leaves the pairs of the others alone."""
     b = block(40, [(0, 17), (3, 1), (5, 0), (39, 1)], device, torch.float64)
@@ -482,6 +504,7 @@ weights = {"ranks": torch.randn(n_pairs, device=device), "positives": torch.rand
 launch(
     soft_rank_backward, (2, 3), scores=scores, slopes=slopes, positives=positives, grad_ranks=weights["ranks"],
     grad_positives=weights["positives"], positive_slopes=slopes, grad_positive_ranks=ranks, grad_scores=grad,
+    ONE_TILE=False,
 )
 assert_close(grad, exact_backward(near, weights, "sigmoid"), atol=1e-4)
 print("equal")

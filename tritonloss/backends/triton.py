@@ -124,11 +124,12 @@ def soft_rank_backward(
         "positive_slopes": slopes if positive_slopes is None else positive_slopes,
         "grad_positive_ranks": grad_ranks if grad_positive_ranks is None else grad_positive_ranks,
         "WITH_POSITIVES": grad_positive_ranks is not None,
+        "ONE_TILE": positives.width <= block_p,
         "grad_scores": grad_scores,
     }
 
     def grid(meta: dict[str, Any]) -> tuple[int, int]:
-        return len(scores), triton.cdiv(scores.shape[1], meta["BLOCK_N"])
+        return len(scores), triton.cdiv(scores.shape[1], soft_rank.TILES_PER_PROGRAM.value * meta["BLOCK_N"])
 
     _launch("soft_rank_backward", grid, arguments, scores.device)
 
