@@ -108,9 +108,11 @@ def soft_rank_forward(
     FACTORED: tl.constexpr = SURROGATE == "sigmoid" and scores.dtype.element_ty == tl.float32
     row = tl.program_id(0)
     n_positives = tl.load(count + row).to(tl.int32)
-    p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
-    if tl.program_id(1) * BLOCK_P >= n_positives:
+    # Two axes of the grid: one has at most 65535 programs.
+    begin_pairs = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * BLOCK_P
+    if begin_pairs >= n_positives:
         return
+    p = begin_pairs + tl.arange(0, BLOCK_P)
     first = tl.load(start + row).to(tl.int32)
     row_scores = row_pointer(scores, row, stride_units)
     is_pair = p < n_positives

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from checks import assert_close, python, value_and_grad
+from checks import assert_close, assert_same, python, value_and_grad
 from inputs import E1
 from registry import LOSSES
 from torch import Tensor
@@ -358,6 +358,24 @@ def test_scores_with_another_row_stride_are_refused() -> None:
         launch_both(b, torch.randn(2, 40, dtype=torch.float64))
     with pytest.raises(ValueError, match="strides"):
         launch_both(b, torch.randn(40, 48, dtype=torch.float64).T)
+
+
+def test_more_tiles_of_positives_than_an_axis_of_the_grid_has_programs(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """A class of 50 rows is 7 tiles, of which an axis takes 3 here: the third layer has one tile and two of nothing."""
+    scores = torch.randn(2, 64, dtype=torch.float64, device=device)
+    positives = Positives(*torch.tensor([[0, 5], [50, 17], [0, 50]], device=device), 50)
+
+    def forward() -> list[Tensor]:
+        ranks, slopes, own = scores.new_full((3, 67), torch.nan)
+        triton_backend.soft_rank_forward(scores, positives, "sigmoid", ranks, slopes, own)
+        return [ranks, slopes, own]
+
+    expected = forward()
+    monkeypatch.setattr(triton_backend, "MAX_GRID_AXIS", 3)
+    assert_same(forward(), expected)
+    assert all(values.isfinite().all() for values in expected)
 
 
 # --- tuning ---

@@ -23,6 +23,8 @@ KERNELS = {
     "soft_rank_spread": soft_rank_grid.soft_rank_spread,
     "soft_rank_read": soft_rank_grid.soft_rank_read,
 }
+# CUDA's limit for all axes of a grid but the first, as a power of two.
+MAX_GRID_AXIS = 1 << 15
 # TRITON_INTERPRET is read when a kernel is decorated; then kernels run on CPU tensors.
 INTERPRETED = not isinstance(soft_rank.soft_rank_forward, triton.runtime.JITFunction)
 
@@ -93,7 +95,8 @@ def soft_rank_forward(
         "WITH_SLOPES": slopes is not None,
         "WITH_POSITIVES": positive_ranks is not None,
     }
-    grid = (len(scores), triton.cdiv(positives.width, block_p))
+    tiles = triton.cdiv(positives.width, block_p)
+    grid = (len(scores), min(tiles, MAX_GRID_AXIS), triton.cdiv(tiles, MAX_GRID_AXIS))
     _launch("soft_rank_forward", grid, arguments, scores.device)
 
 
