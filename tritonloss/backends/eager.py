@@ -342,7 +342,8 @@ def soft_histogram_forward(
     sums[1].index_add_(0, slot.view(-1), fraction.view(-1))
     pair_count, fraction_sum = sums.view(2, n_tables, 3, size)[:, :, :2]
     counts += pair_count
-    fractions.add_(fraction_sum, alpha=2.0**-bits)
+    # In float64 before they are scaled: torch.compile of torch 2.11 scales integers in float32.
+    fractions.add_(fraction_sum.to(torch.float64), alpha=2.0**-bits)
 
 
 def soft_histogram_backward(
