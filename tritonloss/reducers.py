@@ -197,8 +197,9 @@ def _reducer_of(reducers: Any, name: str) -> Any:
     return by_name[name]
 
 
-def _class_names(reducer: object) -> set[str]:
-    return {cls.__name__ for cls in type(reducer).__mro__}
+def _class_names(reducer: object) -> list[str]:
+    # No set: torch.compile of torch 2.6 cannot build one of names.
+    return [cls.__name__ for cls in type(reducer).__mro__]
 
 
 def _scalar(reducer: object, result: Any) -> Tensor:

@@ -28,6 +28,7 @@ from tritonloss.losses.soprc_pieces import (
     Pairs,
     Prior,
     ScoreRange,
+    arranged,
     check_choice,
     check_count,
     check_interpolation,
@@ -438,10 +439,6 @@ class SOPRCLoss(nn.Module):
         """What v of each query's class moves to [Q, V], and whether there is such a target [Q] bool."""
         order = None if pairs.in_class_order else torch.argsort(pairs.classes, stable=True)
         place = None if order is None else torch.argsort(order)
-
-        def arranged(rows: Tensor, index: Tensor | None) -> Tensor:
-            return rows if index is None else rows[index]
-
         run, length = runs(arranged(pairs.classes, order))
         chosen = arranged(is_fresh, order)
         if self.update == "last":

@@ -287,6 +287,11 @@ def classes_of_queries(classes: Any, scores: Tensor, num_classes: int) -> Tensor
     return torch.arange(n_queries, device=scores.device)
 
 
+def arranged(rows: Tensor, index: Tensor | None) -> Tensor:
+    """rows [Q, ...] in the order of index [Q] int64; as they are without one."""
+    return rows if index is None else rows[index]
+
+
 def sort_segments(values: Tensor, segment: Tensor) -> Tensor:
     """values [M] sorted by their segment [M], ascending within each."""
     values, order = torch.sort(values)
