@@ -25,6 +25,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+try:
+    from triton.backends.compiler import AttrsDescriptor  # Triton 3.2
+except ImportError:
+    AttrsDescriptor = None
+
 from tritonloss.backends import large_classes, tuning
 from tritonloss.backends.triton import INTERPRETED, KERNELS
 from tritonloss.ops.soft_rank import SURROGATES
@@ -122,19 +127,31 @@ def compiled(build: Build) -> Any:
     """The compiled kernel; its `asm` holds every stage by name (ttir, ptx, cubin, amdgcn, ...)."""
     if INTERPRETED:
         raise RuntimeError("kernels were decorated under TRITON_INTERPRET=1 and cannot be compiled")
+    options = {"num_warps": build.num_warps, "num_stages": NUM_STAGES}
+    return triton.compile(source(build), target=TARGETS[build.arch], options=options)
+
+
+def source(build: Build) -> ASTSource:
+    """The kernel with its constants; every pointer is a multiple of 16, as those of torch are."""
     function = KERNELS[build.kernel]
     types = signature(build)
     if unknown := {name for name, kind in types.items() if kind == "constexpr"} - build.constants.keys():
         raise KeyError(f"{build.kernel} has constants without a value: add {unknown} to OPTIONS")
     names = function.arg_names
-    source = ASTSource(
+    pointers = [i for i, name in enumerate(names) if types[name][0] == "*"]
+    if AttrsDescriptor is not None:
+        return ASTSource(
+            fn=function,
+            signature={name: kind for name, kind in types.items() if kind != "constexpr"},
+            constants=build.constants,
+            attrs=AttrsDescriptor.from_hints(dict.fromkeys(pointers, 16)),
+        )
+    return ASTSource(
         fn=function,
         signature=types,
         constexprs={(names.index(name),): value for name, value in build.constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*"},
+        attrs={(i,): [["tt.divisibility", 16]] for i in pointers},
     )
-    options = {"num_warps": build.num_warps, "num_stages": NUM_STAGES}
-    return triton.compile(source, target=TARGETS[build.arch], options=options)
 
 
 # --- what came out ---
@@ -145,7 +162,12 @@ def report(build: Build) -> dict[str, Any]:
     kernel = compiled(build)
     usage = amd_usage(kernel) if "amdgcn" in kernel.asm else nvidia_usage(kernel)
     threads = build.num_warps * TARGETS[build.arch].warp_size
-    return {**asdict(build), "threads": threads, **usage, "int64_rows": rows_in_int64(kernel.asm["ttir"])}
+    return {
+        **asdict(build),
+        "threads": threads,
+        **usage,
+        "int64_rows": rows_in_int64(build, kernel.asm["ttir"]),
+    }
 
 
 def nvidia_usage(kernel: Any) -> dict[str, int]:
@@ -228,9 +250,12 @@ def rounds(blocks: list[Block]) -> Iterator[list[str]]:
                     paths += [[*path, n] for n in blocks[path[-1]].successors if n not in path]
 
 
-def rows_in_int64(ttir: str) -> bool:
+def rows_in_int64(build: Build, ttir: str) -> bool:
     """Whether every product with a `stride_*` argument, and so every row offset, is an int64."""
-    strides = set(re.findall(r"(%\w*stride_\w+): i32", ttir))
+    names = [name for name, kind in signature(build).items() if kind != "constexpr"]
+    # By position: Triton 3.2 gives the arguments numbers for names.
+    arguments = re.findall(r"(%\w+): ", re.findall(r"tt\.func public .*", ttir)[0])
+    strides = {argument for argument, name in zip(arguments, names, strict=True) if "stride_" in name}
     products = []
     for result, operation, operands in re.findall(r"(%\w+) = (arith\.\w+|tt\.splat) (.*)", ttir):
         if strides.isdisjoint(re.findall(r"%\w+", operands)):
