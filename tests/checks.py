@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -54,6 +55,31 @@ def assert_as_exact_as(actual: Tensor, rival: Tensor, exact: Tensor) -> None:
     """
     slack = 16 * torch.finfo(actual.dtype).eps * float(exact.abs().max()) if exact.numel() else 0.0
     assert error(actual, exact) <= 2 * error(rival, exact) + slack
+
+
+SYNCS = ["item", "tolist", "nonzero", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"]
+
+
+def record_syncs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What from here on is called, from Python, that would wait for a device.
+
+    Without the calls of Triton's interpreter: that of 3.2 copies the arguments of a kernel to the host by `cpu`.
+    """
+    made: list[str] = []
+
+    def spy(name: str) -> Callable[..., Any]:
+        real = getattr(Tensor, name)
+
+        def called(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if sys._getframe(1).f_globals["__name__"] != "triton.runtime.interpreter":
+                made.append(name)
+            return real(self, *args, **kwargs)
+
+        return called
+
+    for name in SYNCS:
+        monkeypatch.setattr(Tensor, name, spy(name))
+    return made
 
 
 def python(code: str, *arguments: str, expect_failure: bool = False, **env: str) -> str:

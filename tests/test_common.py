@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from checks import ROOT, assert_as_exact_as, assert_close, assert_same, python
+from checks import ROOT, assert_as_exact_as, assert_close, assert_same, python, record_syncs
 from inputs import E1, E3, EQ, GOLDEN_B, Batch, random_batch
 from registry import LOSSES, LossCase
 from torch import Tensor, nn
@@ -527,31 +527,11 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 # --- the host does not wait for the device ---
 
-SYNCS = ["item", "tolist", "nonzero", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"]
 
-
-@pytest.fixture
-def syncs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The calls, from Python, that would wait for a device."""
-    made: list[str] = []
-
-    def spy(name: str) -> Any:
-        real = getattr(torch.Tensor, name)
-
-        def called(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-            made.append(name)
-            return real(self, *args, **kwargs)
-
-        return called
-
-    for name in SYNCS:
-        monkeypatch.setattr(torch.Tensor, name, spy(name))
-    return made
-
-
-def test_host_syncs(loss: LossCase, syncs: list[str], device: torch.device) -> None:
+def test_host_syncs(loss: LossCase, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stated by the registry: usually one, to size the output; none with bounds; none in the backward pass."""
     use_backend("triton")
+    syncs = record_syncs(monkeypatch)
     rows, labels = BATCH.on(device, torch.float32)
     module = loss.module(N_CLASSES, rows)
     syncs.clear()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import assert_close, assert_same, python, value_and_grad
+from checks import assert_close, assert_same, python, record_syncs, value_and_grad
 from inputs import EQ, random_batch
 from test_soft_rank import PROBLEMS, STEPS, Problem, by_class, dense, evaluate, rounding, streamed
 from torch import Tensor
@@ -422,9 +422,6 @@ def test_two_runs_give_the_same_bits(
     assert_same(evaluate(low, forward), first)
 
 
-SYNCS = ["item", "tolist", "nonzero", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"]
-
-
 @pytest.mark.parametrize("bound", [None, 8])
 @pytest.mark.parametrize("blocks", [False, True], ids=["whole", "blocks"])
 @surrogates
@@ -437,7 +434,6 @@ def test_host_syncs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One to learn the sizes, none with a bound; blocks of queries add none."""
-    made: list[str] = []
     rows = torch.nn.functional.normalize(torch.randn(16, 4, device=device)).requires_grad_()
     start, count = torch.arange(16, device=device) // 8 * 8, torch.full((16,), 8, device=device)
 
@@ -450,13 +446,9 @@ def test_host_syncs(
 
     with use_backend("triton"):
         step()
-        for name in SYNCS:
-            real = getattr(torch.Tensor, name)
-            monkeypatch.setattr(
-                torch.Tensor, name, lambda self, *a, _n=name, _r=real: (made.append(_n), _r(self, *a))[1]
-            )
+        syncs = record_syncs(monkeypatch)
         step()
-    assert len(made) == (bound is None)
+    assert len(syncs) == (bound is None)
 
 
 # --- ranks that are not held whole ---
