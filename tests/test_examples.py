@@ -201,7 +201,14 @@ def test_two_processes_have_the_curve_of_one(tmp_path: Path, loss: str) -> None:
     curves = []
     for launch in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]):
         command = [sys.executable, *launch, str(ROOT / "examples" / "train.py"), *options]
-        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        run = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
         assert run.returncode == 0, run.stderr
         assert run.stdout.count("gain: ") == 1
         curves.append([float(value) for value in dict.fromkeys(re.findall(r"loss=(\d+\.\d+)", run.stderr))])
