@@ -20,6 +20,9 @@ if not torch.cuda.is_available():
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # It imports triton, and lists functions by their identity: before `poisoned_memory` stands in for some of them.
 importlib.import_module("torch._dynamo")
+if torch.__version__ < "2.10":
+    # From then on fullgraph=True alone lets operators into the graph whose output's size depends on the data.
+    torch._dynamo.config.capture_dynamic_output_shape_ops = True
 
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None, max_examples=25)
 settings.register_profile("random", deadline=None, database=None, max_examples=500)
