@@ -2,9 +2,10 @@ PYTHON ?= python3
 ARGS ?=
 
 VENV := .venv
+CONSTRAINTS := constraints.txt
 PY := $(VENV)/bin/python
 
-.PHONY: train test bench bench-compare bench-plots gpu-check docs format clean
+.PHONY: train test test-oldest bench bench-compare bench-plots gpu-check docs format clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.examples
@@ -15,6 +16,12 @@ test: $(VENV)/.test
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) -m pytest -n 2 $(ARGS)
+
+# The tests with the oldest torch and triton, in an environment of its own: 6 GB with the CUDA build of torch.
+test-oldest: PYTHON = python3.10
+test-oldest:
+	$(MAKE) VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt PYTHON=$(PYTHON) .venv-oldest/.test
+	.venv-oldest/bin/python -m pytest -n 2 $(ARGS)
 
 bench: $(VENV)/.bench
 	$(PY) -m bench $(ARGS)
@@ -44,8 +51,8 @@ clean:
 	find . -name $(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 # One stamp for each extra; all install into the same environment.
-$(VENV)/.examples $(VENV)/.test $(VENV)/.bench $(VENV)/.docs: $(VENV)/.%: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
-	$(PY) -m pip install -c constraints.txt -e ".[$*]"
+$(VENV)/.examples $(VENV)/.test $(VENV)/.bench $(VENV)/.docs: $(VENV)/.%: $(VENV)/pyvenv.cfg pyproject.toml $(CONSTRAINTS)
+	$(PY) -m pip install -c $(CONSTRAINTS) -e ".[$*]"
 	touch $@
 
 $(VENV)/pyvenv.cfg:
