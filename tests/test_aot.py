@@ -10,7 +10,9 @@ import pytest
 
 triton = pytest.importorskip("triton")
 ROOT = Path(__file__).parents[1]
-TRITON_32 = triton.__version__.startswith("3.2.")
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+# In a few builds ptxas of Triton 3.6 and before keeps one float64, or two float32, on the stack.
+MAX_SPILLS = 8 if VERSION <= (3, 6) else 0
 # A kernel that was decorated under the interpreter cannot be compiled.
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
 
@@ -24,12 +26,11 @@ def run(*arguments: str) -> str:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"])
 def test_builds_without_spills_or_fences(arch: str) -> None:
-    if TRITON_32 and arch not in ("sm_80", "sm_90"):
+    if VERSION == (3, 2) and arch not in ("sm_80", "sm_90"):
         pytest.skip("Triton 3.2 knows no GPU after sm_90, and takes ROCm's linker for an AMD one")
     builds = [json.loads(line) for line in run("bench.aot", "--arch", arch).splitlines()]
     assert {build["kernel"] for build in builds} >= {"soft_rank_forward", "soft_rank_backward"}
-    # ptxas of Triton 3.2 keeps 8 bytes on the stack in a few of its builds.
-    assert [build for build in builds if build["spills"] > (8 if TRITON_32 else 0)] == []
+    assert [build for build in builds if build["spills"] > MAX_SPILLS] == []
     assert [build for build in builds if build["fences"] and build["kernel"].startswith("soft_")] == []
     assert all(build["int64_rows"] for build in builds)
     assert max(build["threads"] for build in builds) <= 1024
