@@ -10,7 +10,7 @@ import torch
 from checks import assert_as_exact_as, assert_close, value_and_grad
 from hypothesis import given
 from hypothesis import strategies as st
-from inputs import E1, random_batch
+from inputs import random_batch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -135,9 +135,13 @@ def test_float32_is_as_exact_as_dense(device: torch.device) -> None:
         assert_as_exact_as(a, r, e)
 
 
+@pytest.mark.parametrize("bound", [None, 4])
 @pytest.mark.parametrize("labels", [[0, 1, 2, 3], [0, 0, 0, 0]])
-def test_nothing_to_spread(labels: list[int], device: torch.device) -> None:
-    loss, grad = value_and_grad(SemiVarianceRegularizer(), *E1.labelled(*labels).on(device))
+def test_nothing_to_spread(labels: list[int], bound: int | None, device: torch.device) -> None:
+    """Rows that are no queries have slots where there is a bound, and scores on both sides of 0."""
+    rows = random_batch(4, 3, 1).rows.to(device)
+    targets = torch.tensor(labels, device=device)
+    loss, grad = value_and_grad(SemiVarianceRegularizer(max_class_size=bound), rows, targets)
     assert loss.item() == 0
     assert not grad.any()
 

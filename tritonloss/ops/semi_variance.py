@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonloss.layout import Positives
 from tritonloss.ops.library import operator, refuse_second_derivative
 from tritonloss.ops.shares import own_share
-from tritonloss.ops.streaming import BlockPlan, budget_bytes, empty_scores, rows_per_block
+from tritonloss.ops.streaming import BlockPlan, budget_bytes, empty_scores, own_columns, rows_per_block
 
 
 class SemiVariance(NamedTuple):
@@ -76,20 +75,13 @@ def _deviations(
         block = slice(first + part.start, first + part.stop)
         scores = scratch[: len(positives.count)]
         torch.mm(rows[block], rows.T, out=scores)
-        columns, used = _own_columns(positives, n_keys)
+        columns, used = own_columns(positives, n_keys)
+        is_query = (positives.count > 0)[:, None]
         is_other = columns != torch.arange(n_keys, device=rows.device)[block, None]
-        below = (levels[0] - scores.gather(1, columns)).clamp_(min=0) * is_other
+        below = (levels[0] - scores.gather(1, columns)).clamp_(min=0) * (is_other & is_query)
         above = scores.sub_(levels[1]).clamp_(min=0).scatter_(1, columns, 0)
-        above *= (positives.count > 0)[:, None]
+        above *= is_query
         yield block, above, below, columns, used
-
-
-def _own_columns(positives: Positives, n_keys: int) -> tuple[Tensor, Tensor]:
-    """The class range of each row as [rows, width], and which slots it uses; the others repeat its first column."""
-    slot = torch.arange(positives.width, device=positives.start.device)
-    used = slot < positives.count[:, None]
-    columns = (positives.start[:, None] + slot).clamp_(max=n_keys - 1)
-    return torch.where(used, columns, columns[:, :1]), used
 
 
 def _plan(rows: Tensor, start: Tensor, count: Tensor, budget: int, width: int | None) -> BlockPlan:

@@ -139,3 +139,11 @@ class BlockPlan:
             if width:
                 rows = slice(index * self.block_rows, min((index + 1) * self.block_rows, len(self.count)))
                 yield Block(rows, Positives(self.start[rows], self.count[rows], self.offset[rows], width))
+
+
+def own_columns(positives: Positives, n_keys: int) -> tuple[Tensor, Tensor]:
+    """The class range of each row as [rows, width], and which slots it uses; the others repeat its first column."""
+    slot = torch.arange(positives.width, device=positives.start.device)
+    used = slot < positives.count[:, None]
+    columns = (positives.start[:, None] + slot).clamp_(max=n_keys - 1)
+    return torch.where(used, columns, columns[:, :1]), used
