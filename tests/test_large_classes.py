@@ -468,10 +468,14 @@ def test_blocks_of_queries_change_nothing(
         assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_the_pairs_of_a_block_fit_the_budget(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("row_blocks", ["of 4 rows", "of all rows"])
+def test_the_pairs_of_a_block_fit_the_budget(
+    row_blocks: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for kind in ("cpu", "cuda"):
-        monkeypatch.setitem(streaming.BLOCK_BYTES, kind, 1)
-        monkeypatch.setitem(streaming.MIN_ROWS, kind, 4)
+        if row_blocks == "of 4 rows":
+            monkeypatch.setitem(streaming.BLOCK_BYTES, kind, 1)
+            monkeypatch.setitem(streaming.MIN_ROWS, kind, 4)
     rows, labels = random_batch(64, 5, 2).on(device)
     order = torch.argsort(labels)
     rows, labels = rows[order].detach().requires_grad_(), labels[order]
