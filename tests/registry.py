@@ -68,7 +68,7 @@ LOSSES = {
     "SOPRCLoss": LossCase(
         lambda n_classes, dim, **options: losses.SOPRCLoss(n_classes, memory_size=8, **options),
         opaque_labels=False,
-        host_syncs=3,
+        host_syncs=2,
         bounded={"max_class_size": 9, "check_label_range": False},
         regularized=False,
     ),

@@ -108,6 +108,14 @@ CASES: dict[str, tuple[Callable[[Tensor], Any], Call]] = {
         lambda rows: losses.SOPRCLoss(N_CLASSES, memory_size=8, update="pool", var_detach_mean=True),
         PLAIN,
     ),
+    "blocks of queries": (
+        lambda rows: losses.SOPRCLoss(N_CLASSES, memory_size=8, memory_budget=400),
+        PLAIN,
+    ),
+    "pooled blocks of queries": (
+        lambda rows: losses.SOPRCLoss(N_CLASSES, memory_size=8, memory_budget=400, update="pool"),
+        PLAIN,
+    ),
     "score matrix": (
         lambda rows: losses.SOPRCLoss(N_CLASSES, memory_size=8),
         lambda loss, rows, labels: loss(

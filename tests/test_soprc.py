@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import assert_as_exact_as, assert_close, assert_same, value_and_grad
+from checks import assert_as_exact_as, assert_close, assert_same, python, value_and_grad
 from hypothesis import given
 from hypothesis import strategies as st
 from inputs import Batch, batch, directions, random_batch
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonloss.losses.soprc as implementation
+import tritonloss.losses.soprc_pairs as pairs
 from tritonloss import reference, use_backend
 from tritonloss.functional import (
     exact_prior,
@@ -595,7 +596,7 @@ def test_an_error_of_the_last_step_leaves_the_memory(
 ) -> None:
     rows, labels = random_batch(12, 4, 3).on(device)
     module = criterion(3).to(device)
-    monkeypatch.setattr(implementation, "loss_of_pairs", lambda *_: 1 / 0)
+    monkeypatch.setattr(implementation, "loss_of_queries", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         module(rows, labels)
     assert not module.visits.any()
@@ -726,6 +727,188 @@ def test_label_out_of_range_without_the_check(device: torch.device) -> None:
     )
     assert_close(module(rows, labels), expected, atol=1e-13)
     assert module.visits.tolist() == [1]
+
+
+# --- pairs that are not held ---
+
+# A class of nearly half the rows, one of two, lone rows. 1129 pairs take 32 numbers of 8 bytes each, 289 KB: budgets
+# of a few blocks, and of one row.
+_LABELS = torch.tensor([0] * 27 + [1] * 19 + [2] * 5 + [3] * 2 + [4, 5, 7, 8] + [6] * 3)
+UNEVEN = Batch(
+    random_batch(60, 6, 1, seed=7).rows,
+    _LABELS[torch.randperm(60, generator=torch.Generator().manual_seed(1))],
+)
+BLOCKED: dict[str, dict[str, Any]] = {
+    "default": {},
+    "without Eq. 9": {"w_var": 0},
+    "Eq. 9 of the selected": {"var_normalize": "selected", "var_detach_mean": True},
+    "last": {"update": "last", "grid": "authors", "v_init": "uniform"},
+    "pool": {"update": "pool"},
+    "pool, uniform": {"update": "pool", "v_init": "uniform", "grid": "linear", "beta": 1},
+    "micro": {"average": "micro", "tpr_offset": 0},
+    "gradient of T": {"tpr_grad": True, "tau2": 0.05, "v_init": "uniform"},
+    "prior of the batch": {"prior": "batch", "tau1": 0.5},
+    "no memory": {"use_memory": False},
+    "bound": {"max_class_size": 30},
+    "bound, pool": {"max_class_size": 30, "update": "pool"},
+    "labels out of range": {"num_classes": 3, "check_label_range": False},
+    "no label in range": {"num_classes": 1, "check_label_range": False, "shift": 1},
+}
+
+
+@pytest.fixture
+def blocks_used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many blocks of queries each call takes that does not hold its pairs."""
+    used: list[int] = []
+    real = pairs.BlockPairs.totals
+
+    def totals(self: pairs.BlockPairs, *args: Any) -> Tensor:
+        used.append(len(self.blocks.blocks))
+        return real(self, *args)
+
+    monkeypatch.setattr(pairs.BlockPairs, "totals", totals)
+    return used
+
+
+def history(budget: int | None, device: torch.device, **options: Any) -> list[Tensor]:
+    """Values, gradients and buffers of calls that move the memory and of calls that do not."""
+    shift, num_classes = options.pop("shift", 0), options.pop("num_classes", 11)
+    module = criterion(num_classes, memory_size=8, memory_budget=budget, **{"w_var": 1, **options}).to(device)
+    rows, labels = UNEVEN.on(device)
+    found: list[Tensor] = []
+    for step in range(4):
+        module.train(step < 3)
+        found += evaluate(module, rows * 2 - step, labels + shift, update=step != 2)
+        found += [buffer.clone() for buffer in module.buffers()]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [("default", 1), *((name, budget) for name in BLOCKED for budget in (25_000, 200_000))],
+)
+def test_blocks_of_queries_change_nothing(
+    name: str, budget: int, device: torch.device, blocks_used: list[int]
+) -> None:
+    expected = history(None, device, **BLOCKED[name])
+    assert not blocks_used
+    actual = history(budget, device, **BLOCKED[name])
+    assert len(blocks_used) == 4
+    assert min(blocks_used) > 1
+    # h is off by a few roundings, 1e-15. l2 is at most 1 / (2 tau2) = 500 times as steep and T at least 1 / 9: T is off
+    # by 5e-12 of itself, and a gradient, of slopes l1' of at most 20, by 1e-10. The memory is off as h is.
+    assert_close(actual, expected, atol=1e-10)
+    names = ["value", "gradient", *dict(SOPRCLoss().named_buffers())]
+    for k in range(0, len(actual), len(expected) // 4):
+        assert_close(actual[k + names.index("v")], expected[k + names.index("v")], atol=1e-14)
+
+
+@pytest.mark.parametrize("average", ["macro", "micro"])
+def test_blocks_of_queries_equal_the_definition(
+    average: str, backend: str, device: torch.device, blocks_used: list[int]
+) -> None:
+    rows, labels = UNEVEN.on(device)
+    memory = torch.rand(9, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).to(device)
+    prior = torch.linspace(0.05, 0.9, 9, dtype=torch.float64, device=device)
+    options: dict[str, Any] = {"average": average, "tpr_grad": True, "tau2": 0.05}
+    expected = evaluate(of_embeddings, rows, labels, memory, prior, **options)
+    actual = evaluate(soprc_loss, rows, labels, memory, prior, memory_budget=60_000, **options)
+    assert blocks_used[0] > 1
+    # As above, with 1 / (2 tau2) = 10 and T at least 1 / 6, and once more 10 for the slope of l2.
+    assert_close(actual, expected, atol=1e-11)
+
+
+def test_blocks_of_queries_and_autograd(device: torch.device, blocks_used: list[int]) -> None:
+    """No gradient, half precision, autocast, a second derivative, two runs."""
+    rows, labels = UNEVEN.on(device, torch.float32)
+    module = SOPRCLoss(9, memory_budget=25_000).to(device)
+    value, grad = evaluate(module, rows, labels)
+    with torch.no_grad():
+        assert_same(module(rows, labels, update=False), module.eval()(rows, labels))
+    again = SOPRCLoss(9, memory_budget=25_000).to(device)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert_same(evaluate(again, rows, labels), (value, grad))
+        low = again(rows.bfloat16(), labels)
+    assert low.dtype == torch.float32
+    (grad,) = torch.autograd.grad(again(rows, labels), rows, create_graph=True)
+    with pytest.raises(RuntimeError, match="derivative"):
+        grad.sum().backward()
+    assert min(blocks_used) > 1
+
+
+@pytest.mark.parametrize("update", ["mean", "last", "pool"])
+def test_blocks_that_fail_or_hold_nan_leave_the_memory(
+    update: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, blocks_used: list[int]
+) -> None:
+    rows, labels = UNEVEN.on(device)
+    module = criterion(9, update=update, memory_budget=25_000).to(device)
+    module(rows, labels)
+    before = copy.deepcopy(module.state_dict())
+    assert module(rows * torch.nan, labels).isnan()
+    real = pairs.Pairs.totals
+    calls = iter([real, real, None])  # the third block fails
+    monkeypatch.setattr(pairs.Pairs, "totals", lambda *args: (next(calls) or divide_by_zero)(*args))
+    with pytest.raises(ZeroDivisionError):
+        module(rows, labels)
+    for name, buffer in module.state_dict().items():
+        assert_same(buffer, before[name])
+    assert min(blocks_used) > 1
+
+
+def divide_by_zero(*_: Any) -> Tensor:
+    return torch.tensor(1 // 0)
+
+
+def test_a_class_with_one_nan_row(device: torch.device, blocks_used: list[int]) -> None:
+    """Queries whose phi does not reach the NaN move the memory, the NaN itself does not; as with held pairs."""
+    rows, labels = UNEVEN.on(device)
+    rows = rows.detach().clone()
+    rows[labels == 0] = torch.where(
+        torch.arange(27, device=device)[:, None] == 3, torch.nan, rows[labels == 0]
+    )
+    for update in ("mean", "last", "pool"):
+        states = []
+        for budget in (None, 25_000):
+            module = criterion(9, update=update, grid="authors", memory_size=8, memory_budget=budget).to(
+                device
+            )
+            module(rows, labels)
+            states.append([module.v.clone(), module.visits.clone()])
+        assert_close(states[1], states[0], atol=1e-14)
+        assert states[0][1][0] == 1
+    assert min(blocks_used) > 1
+
+
+# Peak memory of one call above what the process held before, in bytes, with two classes.
+PEAK = """
+import resource, sys
+import torch
+from tritonloss.losses import SOPRCLoss
+
+torch.set_num_threads(1)
+
+def step(n, **options):
+    rows = torch.randn(n, 16, requires_grad=True)
+    SOPRCLoss(2, memory_size=20, **options)(rows, torch.arange(n) % 2).backward()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+base = step(512, memory_budget=1 << 20)
+print(step(int(sys.argv[1]), update=sys.argv[2], memory_budget=int(sys.argv[3])) - base)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a process that uses CUDA has other peaks")
+@pytest.mark.parametrize("update", ["mean", "pool"])
+def test_peak_memory_of_two_classes(update: str) -> None:
+    """N = 2048: 2.1 million pairs, of which one number takes 8 MiB, the budget; held for all of them are about 20.
+
+    Pairs and similarities may take the budget each; N (D + V) numbers, 0.3 MiB of each kind, blocks of 2 MiB and the
+    allocator's slack together once more. "pool" sorts the scores of a class, N^2 / 4 of them, with their places: 24
+    bytes each, 24 MiB.
+    """
+    budget = 8 << 20
+    peak = int(python(PEAK, "2048", update, str(budget)))
+    assert 0 < peak <= 3 * budget + (24 * 1024**2 if update == "pool" else 0)
 
 
 # --- state ---

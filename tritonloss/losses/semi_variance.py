@@ -105,8 +105,8 @@ class SemiVarianceRegularizer(nn.Module):
         layout = ClassLayout.from_labels(labels)
         return self.of_sorted_rows(layout.sort(unit_rows(embeddings)), layout)
 
-    def of_sorted_rows(self, rows: Tensor, layout: ClassLayout) -> Tensor:
-        """The same for unit rows [N, D] in the order of the layout."""
+    def of_sorted_rows(self, rows: Tensor, layout: ClassLayout, largest_class: int | None = None) -> Tensor:
+        """The same for unit rows [N, D] in the order of the layout. A known largest_class saves the host sync."""
         count = torch.where(layout.count < rows.shape[0], layout.query_count, 0)
         levels, n_pairs = _levels(rows, layout, count)
         spread = streamed_semi_variance(
@@ -114,7 +114,7 @@ class SemiVarianceRegularizer(nn.Module):
             layout.start,
             count,
             levels.detach() if self.detach_mean else levels,
-            max_class_size=self.max_class_size,
+            max_class_size=self.max_class_size if largest_class is None else largest_class,
             memory_budget=self.memory_budget,
         )
         return self._weighted(spread.squares, spread.selected, n_pairs)

@@ -11,39 +11,41 @@ from tritonloss.backends import selected_backend
 from tritonloss.layout import ClassLayout, runs, segment_sum
 from tritonloss.losses.base import (
     check_arguments,
+    check_choice,
+    check_count,
     check_embeddings,
     check_labels,
+    check_numbers,
     full_precision,
     output_dtype,
     refuse,
     unit_rows,
 )
 from tritonloss.losses.semi_variance import Normalize, SemiVarianceRegularizer, is_embeddings, score_matrix
+from tritonloss.losses.soprc_pairs import (
+    Pairs,
+    Queries,
+    classes_of_queries,
+    dense_pairs,
+    loss_of_queries,
+    memory_of_queries,
+    pairs_of_scores,
+    prior_of_queries,
+    queries_of_embeddings,
+    queries_of_sorted_rows,
+)
 from tritonloss.losses.soprc_pieces import (
     Average,
     Grid,
+    Interpolation,
     MemoryInit,
     MemoryUpdate,
     Options,
-    Pairs,
     Prior,
     ScoreRange,
     arranged,
-    check_choice,
-    check_count,
     check_interpolation,
-    check_numbers,
     class_prior,
-    classes_of_queries,
-    dense_pairs,
-    interpolate_segments,
-    loss_of_pairs,
-    memory_of_queries,
-    pairs_of_embeddings,
-    pairs_of_scores,
-    pairs_of_sorted_rows,
-    prior_of_queries,
-    sort_segments,
 )
 from tritonloss.ops import class_labels
 from tritonloss.types import IndicesTuple, LossDict, upcast
@@ -77,6 +79,8 @@ def soprc_loss(
     Returns:
         Scalar in the dtype of the embeddings (float32 inside autocast); 0 where no query has a positive and a negative.
 
+    Time and memory as for `SOPRCLoss` with embeddings.
+
     Raises:
         TypeError, ValueError: as `SOPRCLoss`; a label out of range.
     """
@@ -84,8 +88,10 @@ def soprc_loss(
     options = Options(tau1, tau2, tpr_offset, tpr_grad, average)
     with full_precision(embeddings):
         classes = class_labels(labels, memory.shape[0])
-        pairs = pairs_of_embeddings(embeddings, classes, tau1, max_class_size, memory_budget)
-        loss = loss_of_pairs(pairs, memory_of_queries(memory, pairs), prior_of_queries(prior, pairs), options)
+        queries = queries_of_embeddings(embeddings, classes, tau1, max_class_size, memory_budget)
+        loss = loss_of_queries(
+            queries, memory_of_queries(memory, queries), prior_of_queries(prior, queries), options
+        )
     return loss.to(output_dtype(embeddings))
 
 
@@ -126,7 +132,9 @@ def soprc_scores_loss(
         pairs = pairs_of_scores(
             *matrix, classes_of_queries(classes, matrix[0], memory.shape[0]), tau1, memory_budget
         )
-        loss = loss_of_pairs(pairs, memory_of_queries(memory, pairs), prior_of_queries(prior, pairs), options)
+        loss = loss_of_queries(
+            pairs, memory_of_queries(memory, pairs), prior_of_queries(prior, pairs), options
+        )
     return loss.to(output_dtype(scores))
 
 
@@ -190,9 +198,12 @@ class SOPRCLoss(nn.Module):
         memory_budget: bytes that similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU and a
             sixteenth of the device's memory on CUDA.
 
-    Cost: with embeddings, time O(N^2 D + sum over classes of n^2 (N - n + V)), memory O(memory_budget + N (D + V) +
-    sum of n^2), n the size of a class. With scores, time O(Q N + sum over queries of n_+ (n_- + V)), memory of a few
-    numbers for each score. Computed in float32 (float64 for float64) with autocast off.
+    Cost: with embeddings, time O(N^2 D + sum over classes of n^2 (N - n + V)), n the size of a class, and memory
+    O(memory_budget + N (D + V)). Where the pairs of all classes would take more than the budget, queries are taken in
+    blocks: for the memory, for the loss, and once more in the backward pass. update="pool" then also sorts the n^2
+    scores of one class at a time; torch.compile, which cannot ask for the number of pairs, holds those of all classes.
+    With scores, time O(Q N + sum over queries of n_+ (n_- + V)), memory of a few numbers for each score: they are given
+    as a whole, and are not taken in blocks. Computed in float32 (float64 for float64) with autocast off.
 
     Raises:
         TypeError: inputs, labels or masks of the wrong kind; an option that is no number.
@@ -359,21 +370,23 @@ class SOPRCLoss(nn.Module):
     def _terms_of_embeddings(self, embeddings: Tensor, labels: Tensor, update: bool) -> LossDict:
         classes = class_labels(labels, self.num_classes, check=self.check_label_range)
         if selected_backend() == "reference":
-            pairs = dense_pairs(*reference.similarity(upcast(embeddings), classes), classes)
-            penalty = self._penalty(pairs)
-        else:
-            layout = ClassLayout.from_labels(classes)
-            rows = layout.sort(unit_rows(embeddings))
-            pairs = pairs_of_sorted_rows(
-                rows,
-                classes[layout.order],
-                layout,
-                self.options.tau1,
-                self.max_class_size,
-                self.memory_budget,
-            )
-            penalty = self.semi_variance.of_sorted_rows(rows, layout) if self.w_var else None
-        return self._terms(pairs, (-1.0, 1.0), update, penalty)
+            dense = dense_pairs(*reference.similarity(upcast(embeddings), classes), classes)
+            penalty = self._penalty(dense)
+            return self._terms(dense, (-1.0, 1.0), update, penalty)
+        layout = ClassLayout.from_labels(classes)
+        rows = layout.sort(unit_rows(embeddings))
+        queries = queries_of_sorted_rows(
+            rows,
+            classes[layout.order],
+            layout,
+            self.options.tau1,
+            self.max_class_size,
+            self.memory_budget,
+        )
+        penalty = (
+            self.semi_variance.of_sorted_rows(rows, layout, queries.largest_class) if self.w_var else None
+        )
+        return self._terms(queries, (-1.0, 1.0), update, penalty)
 
     def _terms_of_scores(
         self, matrix: tuple[Tensor, Tensor, Tensor], classes: Tensor | None, update: bool
@@ -388,15 +401,15 @@ class SOPRCLoss(nn.Module):
         return self.semi_variance.of_scores(*pairs.matrix) if self.w_var else None
 
     def _terms(
-        self, pairs: Pairs, natural_range: ScoreRange, update: bool, penalty: Tensor | None
+        self, queries: Queries, natural_range: ScoreRange, update: bool, penalty: Tensor | None
     ) -> LossDict:
         score_range = natural_range if self.score_range == "auto" else self.score_range
         moving = update and self.training and self.use_memory
-        memory, moved = self._memory(pairs, score_range, moving)
-        loss = loss_of_pairs(
-            pairs,
+        memory, moved = self._memory(queries, Interpolation(self.memory_size, self.grid, score_range), moving)
+        loss = loss_of_queries(
+            queries,
             memory,
-            prior_of_queries("batch" if self.prior is None else self.prior, pairs),
+            prior_of_queries("batch" if self.prior is None else self.prior, queries),
             self.options,
         )
         terms: LossDict = {"loss": {"losses": loss, "indices": None}}
@@ -404,71 +417,44 @@ class SOPRCLoss(nn.Module):
             terms["semi_variance_loss"] = {"losses": self.w_var * penalty, "indices": None}
         if moving:
             # Last: nothing that raises may leave a memory that has moved.
-            self._commit(pairs.classes, memory, moved)
+            self._commit(queries.classes, memory, moved)
         return terms
 
     @torch.no_grad()
-    def _memory(self, pairs: Pairs, score_range: ScoreRange, moving: bool) -> tuple[Tensor, Tensor]:
+    def _memory(self, queries: Queries, phi: Interpolation, moving: bool) -> tuple[Tensor, Tensor]:
         """v for each query [Q, V], after the step if `moving`, and whether its class has moved [Q] bool."""
-        scores = torch.where(pairs.used, pairs.scores.detach(), torch.inf)
-        first = torch.cumsum(pairs.count, 0) - pairs.count
-        phi = interpolate_segments(
-            sort_segments(scores, pairs.query),
-            first,
-            pairs.n_positives,
-            self.memory_size,
-            self.grid,
-            score_range,
-        )
-        is_fresh = pairs.is_query & phi.isfinite().all(1)
+        own = queries.interpolated(phi)
+        is_fresh = queries.is_query & own.isfinite().all(1)
         if not self.use_memory:
-            return phi, is_fresh
-        rows = pairs.classes.clamp(min=0)
-        old = self.v.to(phi.dtype)[rows]
+            return own, is_fresh
+        rows = queries.classes.clamp(min=0)
+        old = self.v.to(own.dtype)[rows]
         is_known = (self.visits[rows] > 0) | (self.v_init == "uniform")
-        current = torch.where(is_known[:, None], old, phi)
+        current = torch.where(is_known[:, None], old, own)
         if not moving:
             return current, torch.zeros_like(is_fresh)
-        target, moved = self._targets(pairs, scores, phi, is_fresh, score_range)
-        step = torch.ones_like(phi[:, :1]).masked_fill(is_known[:, None], self.beta)
+        target, moved = self._targets(queries, phi, own, is_fresh)
+        step = torch.ones_like(own[:, :1]).masked_fill(is_known[:, None], self.beta)
         return torch.where(moved[:, None], old + step * (target - old), current), moved
 
     def _targets(
-        self, pairs: Pairs, scores: Tensor, phi: Tensor, is_fresh: Tensor, score_range: ScoreRange
+        self, queries: Queries, phi: Interpolation, own: Tensor, is_fresh: Tensor
     ) -> tuple[Tensor, Tensor]:
         """What v of each query's class moves to [Q, V], and whether there is such a target [Q] bool."""
-        order = None if pairs.in_class_order else torch.argsort(pairs.classes, stable=True)
+        order = None if queries.in_class_order else torch.argsort(queries.classes, stable=True)
         place = None if order is None else torch.argsort(order)
-        run, length = runs(arranged(pairs.classes, order))
+        run, length = runs(arranged(queries.classes, order))
         chosen = arranged(is_fresh, order)
         if self.update == "last":
             seen = torch.cumsum(chosen, 0)
             chosen = chosen & (seen == seen[torch.cumsum(length, 0)[run] - 1])
-        n_chosen = segment_sum(chosen.to(phi.dtype), length)
+        n_chosen = segment_sum(chosen.to(own.dtype), length)
         if self.update == "pool":
-            own = arranged(chosen, place), arranged(run, place)
-            targets = self._pooled(pairs, scores, *own, score_range)
+            targets = queries.pooled(phi, arranged(chosen, place), arranged(run, place))
         else:
-            total = segment_sum(torch.where(chosen[:, None], arranged(phi, order), 0), length)
+            total = segment_sum(torch.where(chosen[:, None], arranged(own, order), 0), length)
             targets = total / n_chosen.clamp(min=1)[:, None]
         return arranged(targets[run], place), arranged((n_chosen > 0)[run], place)
-
-    def _pooled(
-        self, pairs: Pairs, scores: Tensor, is_fresh: Tensor, run: Tensor, score_range: ScoreRange
-    ) -> Tensor:
-        """phi of all pairs of each run of queries of one class, as one list; [Q, V], a run a row."""
-        scores = torch.where(is_fresh[pairs.query], scores, torch.inf)
-        segment = run[pairs.query]
-        count = torch.zeros_like(pairs.count).index_add_(0, run, pairs.count)
-        n = torch.zeros_like(count).index_add_(0, run, torch.where(is_fresh, pairs.n_positives, 0))
-        return interpolate_segments(
-            sort_segments(scores, segment),
-            torch.cumsum(count, 0) - count,
-            n,
-            self.memory_size,
-            self.grid,
-            score_range,
-        )
 
     @torch.no_grad()
     def _commit(self, classes: Tensor, memory: Tensor, moved: Tensor) -> None:

@@ -1,20 +1,13 @@
-"""The pieces of SOPRC: phi, priors, the pairs of a call and the loss for a given memory."""
+"""The pieces of SOPRC: phi, priors and options."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from tritonloss import reference
-from tritonloss.backends import selected_backend
-from tritonloss.layout import ClassLayout, segment_sum
-from tritonloss.losses.base import check_choice as check_choice
-from tritonloss.losses.base import check_count as check_count
-from tritonloss.losses.base import check_numbers as check_numbers
-from tritonloss.losses.base import fraction, mean_of_queries, unit_rows
-from tritonloss.ops import class_labels, memory_rank, soft_rank, soft_rank_scores
+from tritonloss.losses.base import check_choice, check_count, check_numbers
 from tritonloss.types import upcast
 
 Grid: TypeAlias = Literal["midpoint", "left", "authors", "linear"]
@@ -23,6 +16,14 @@ MemoryInit: TypeAlias = Literal["first", "uniform"]
 Average: TypeAlias = Literal["macro", "micro"]
 ScoreRange: TypeAlias = tuple[float, float] | None
 Prior: TypeAlias = float | Sequence[float] | Tensor | Literal["batch"]
+
+
+class Interpolation(NamedTuple):
+    """phi of a list: how many entries, at which places, within which range; see `interpolate_scores`."""
+
+    size: int
+    grid: Grid
+    score_range: ScoreRange
 
 
 def interpolate_scores(
@@ -59,7 +60,10 @@ def interpolate_scores(
     lists = upcast(scores.detach()).flatten(0, -2) if scores.ndim > 1 else upcast(scores.detach())[None]
     n = torch.full((lists.shape[0],), lists.shape[1], dtype=torch.int64, device=scores.device)
     entries = interpolate_segments(
-        lists.sort(1).values.flatten(), torch.cumsum(n, 0) - n, n, size, grid, score_range
+        lists.sort(1).values.flatten(),
+        torch.cumsum(n, 0) - n,
+        n,
+        Interpolation(size, grid, score_range),
     )
     return entries.reshape(*scores.shape[:-1], size)
 
@@ -106,187 +110,6 @@ class Options:
         check_choice("average", self.average, Average)
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """The pairs (query, positive) of a call, those of query 0 first.
-
-    scores, query, used: [M], the score h, the index of the query, and whether it is a pair (a query with itself, and
-    the padding of a bounded layout, are none). ranks: [M], the sum of l_1 over the negatives of the query; None under
-    the reference, which reads `matrix`: the scores, the positives and the negatives [Q, N] themselves.
-    count, n_positives, n_negatives, classes: [Q]; count includes what is not used. in_class_order: classes ascend.
-    """
-
-    scores: Tensor
-    ranks: Tensor | None
-    query: Tensor
-    used: Tensor
-    count: Tensor
-    n_positives: Tensor
-    n_negatives: Tensor
-    classes: Tensor
-    matrix: tuple[Tensor, Tensor, Tensor] | None = None
-    in_class_order: bool = False
-
-    @property
-    def is_query(self) -> Tensor:
-        """[Q] bool: whether the query has a positive, a negative and a class."""
-        return (self.n_positives > 0) & (self.n_negatives > 0) & (self.classes >= 0)
-
-
-def query_of_pairs(count: Tensor, n_pairs: int) -> Tensor:
-    pair = torch.arange(n_pairs, device=count.device)
-    return torch.searchsorted(torch.cumsum(count, 0), pair, right=True).clamp(max=count.shape[0] - 1)
-
-
-def pairs_of_embeddings(
-    embeddings: Tensor,
-    classes: Tensor,
-    tau1: float,
-    max_class_size: int | None,
-    memory_budget: int | None,
-) -> Pairs:
-    if selected_backend() == "reference":
-        return dense_pairs(*reference.similarity(upcast(embeddings), classes), classes)
-    layout = ClassLayout.from_labels(classes)
-    rows = layout.sort(unit_rows(embeddings))
-    return pairs_of_sorted_rows(rows, classes[layout.order], layout, tau1, max_class_size, memory_budget)
-
-
-def pairs_of_sorted_rows(
-    rows: Tensor,
-    classes: Tensor,
-    layout: ClassLayout,
-    tau1: float,
-    max_class_size: int | None,
-    memory_budget: int | None,
-) -> Pairs:
-    count = layout.query_count
-    ranks, scores, _ = soft_rank(
-        rows,
-        rows,
-        layout.start,
-        count,
-        surrogate="one_side_huber",
-        temperature=tau1,
-        max_class_size=max_class_size,
-        memory_budget=memory_budget,
-    )
-    query = query_of_pairs(count, scores.shape[0])
-    slot = torch.arange(scores.shape[0], device=query.device) - (torch.cumsum(count, 0) - count)[query]
-    # soft_rank counts a query among its positives: that pair is dropped here.
-    used = (slot < count[query]) & (layout.start[query] + slot != query)
-    n_positives = (count - 1).clamp(min=0)
-    n_negatives = rows.shape[0] - layout.count
-    return Pairs(scores, ranks, query, used, count, n_positives, n_negatives, classes, in_class_order=True)
-
-
-def pairs_of_scores(
-    scores: Tensor,
-    positives: Tensor,
-    negatives: Tensor,
-    classes: Tensor,
-    tau1: float,
-    memory_budget: int | None,
-) -> Pairs:
-    if selected_backend() == "reference":
-        return dense_pairs(scores, positives, negatives, classes)
-    ranks, positive_scores, _ = soft_rank_scores(
-        scores,
-        positives,
-        negatives,
-        surrogate="one_side_huber",
-        temperature=tau1,
-        memory_budget=memory_budget,
-    )
-    count = positives.sum(1)
-    query = query_of_pairs(count, positive_scores.shape[0])
-    used = torch.ones_like(query, dtype=torch.bool)
-    return Pairs(positive_scores, ranks, query, used, count, count, negatives.sum(1), classes)
-
-
-def dense_pairs(scores: Tensor, positives: Tensor, negatives: Tensor, classes: Tensor) -> Pairs:
-    count = positives.sum(1)
-    query = positives.nonzero()[:, 0]
-    used = torch.ones_like(query, dtype=torch.bool)
-    matrix = (scores, positives, negatives)
-    return Pairs(scores[positives], None, query, used, count, count, negatives.sum(1), classes, matrix)
-
-
-def loss_of_pairs(pairs: Pairs, memory: Tensor, prior: Tensor, options: Options) -> Tensor:
-    """The scalar loss. memory: [Q, V]. prior: [Q]. Both constant."""
-    is_query = pairs.is_query
-    totals = torch.where(is_query, totals_of_queries(pairs, memory, prior, options), 0)
-    if options.average == "micro":
-        return totals.sum() / torch.where(is_query, pairs.n_positives, 0).sum().clamp(min=1).to(totals.dtype)
-    return mean_of_queries(totals / pairs.n_positives.clamp(min=1).to(totals.dtype), is_query)
-
-
-def totals_of_queries(pairs: Pairs, memory: Tensor, prior: Tensor, options: Options) -> Tensor:
-    """The sum of the losses of each query's pairs [Q]."""
-    if pairs.ranks is not None:
-        losses = pair_losses(pairs, pairs.ranks, memory, prior, options)
-        return segment_sum(torch.where(pairs.used, losses, 0), pairs.count)
-    assert pairs.matrix is not None
-    return reference.soprc(
-        *pairs.matrix,
-        memory,
-        prior,
-        tau1=options.tau1,
-        tau2=options.tau2,
-        tpr_offset=options.tpr_offset,
-        tpr_grad=options.tpr_grad,
-    ).sum(1)
-
-
-def pair_losses(pairs: Pairs, ranks: Tensor, memory: Tensor, prior: Tensor, options: Options) -> Tensor:
-    """sigma((1 - pi) / pi * FPR / TPR) of each pair [M], as one fraction that no pi and no TPR can overflow."""
-    fpr = ranks / pairs.n_negatives.clamp(min=1).to(ranks.dtype)[pairs.query]
-    anchors = pairs.scores if options.tpr_grad else pairs.scores.detach()
-    above = memory_rank(anchors, memory, pairs.query, temperature=options.tau2)
-    tpr = (options.tpr_offset + above) / (options.tpr_offset + memory.shape[1])
-    pi = prior[pairs.query]
-    return fraction((1 - pi) * fpr, pi * tpr)
-
-
-def memory_of_queries(memory: Tensor, pairs: Pairs) -> Tensor:
-    """The memory of each query's class [Q, V], constant."""
-    if memory.ndim != 2 or memory.shape[1] < 1:
-        raise ValueError(f"memory must have shape [C, V] with V of at least 1, got {list(memory.shape)}")
-    return memory.detach().to(pairs.scores.dtype)[pairs.classes.clamp(min=0)]
-
-
-def prior_of_queries(prior: Prior, pairs: Pairs) -> Tensor:
-    """pi of each query [Q], constant."""
-    dtype = pairs.scores.dtype
-    if isinstance(prior, str):
-        check_choice("prior", prior, Literal["batch"])
-        total = (pairs.n_positives + pairs.n_negatives).clamp(min=1)
-        return pairs.n_positives.to(dtype) / total.to(dtype)
-    values = torch.as_tensor(prior, dtype=dtype, device=pairs.scores.device).detach()
-    return values.expand(pairs.classes.shape) if values.ndim == 0 else values[pairs.classes.clamp(min=0)]
-
-
-def classes_of_queries(classes: Any, scores: Tensor, num_classes: int) -> Tensor:
-    """The class of each query [Q]; -1 never, as a class out of range raises."""
-    n_queries = scores.shape[0]
-    if classes is not None:
-        if not isinstance(classes, Tensor) or classes.is_floating_point():
-            raise TypeError(
-                f"classes must be an integer tensor, got {getattr(classes, 'dtype', type(classes))}"
-            )
-        if classes.shape != (n_queries,) or classes.device != scores.device:
-            raise ValueError(
-                f"classes must have shape [{n_queries}] on {scores.device}, one a row of scores, "
-                f"got {list(classes.shape)} on {classes.device}"
-            )
-        return class_labels(classes, num_classes)
-    if num_classes == 1:
-        return torch.zeros(n_queries, dtype=torch.int64, device=scores.device)
-    if n_queries != num_classes:
-        raise ValueError(f"classes are required: there are {n_queries} queries and {num_classes} classes")
-    return torch.arange(n_queries, device=scores.device)
-
-
 def arranged(rows: Tensor, index: Tensor | None) -> Tensor:
     """rows [Q, ...] in the order of index [Q] int64; as they are without one."""
     return rows if index is None else rows[index]
@@ -309,13 +132,12 @@ def _places(place: Tensor, n: Tensor, size: int, grid: Grid) -> tuple[Tensor, in
     return (2 * place + 1) * (n + 1), 2 * size
 
 
-def interpolate_segments(
-    values: Tensor, first: Tensor, n: Tensor, size: int, grid: Grid, score_range: ScoreRange
-) -> Tensor:
+def interpolate_segments(values: Tensor, first: Tensor, n: Tensor, phi: Interpolation) -> Tensor:
     """phi of S lists [S, size]: list k is values[first[k]] .. values[first[k] + n[k] - 1], ascending.
 
     An empty list gives numbers without meaning.
     """
+    size, grid, score_range = phi
     # Two more: what lies behind the last list is read, and then not used.
     values = torch.cat([values, values.new_zeros(2)])
     n, first = n.clamp(min=1)[:, None], first[:, None]
