@@ -172,10 +172,9 @@ def _kept_scores(kept: Tensor, n_keys: int, n_derivatives: int) -> tuple[Tensor,
 
     With derivatives, the similarity is their last block, which overwrites it.
     """
-    rows = kept[:, :n_keys]
     if not n_derivatives:
-        return rows, {}
-    derivatives = rows.unflatten(0, (n_derivatives, -1))
+        return kept[:, :n_keys], {}
+    derivatives = kept.view(n_derivatives, -1, kept.shape[1])[..., :n_keys]
     return derivatives[-1], {"derivatives": derivatives}
 
 
