@@ -24,7 +24,8 @@ def _status(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def _measure(run: Callable[[], object], device: str) -> int:
+def peak_above(run: Callable[[], object], device: str) -> int:
+    """The bytes that a second `run` takes at most, above what this process holds before it."""
     run()  # compiles, tunes, starts threads
     if device == "cuda":
         before = torch.cuda.memory_allocated()
@@ -41,7 +42,7 @@ def _measure(run: Callable[[], object], device: str) -> int:
 def main() -> None:
     benchmark, name, *sizes, device = sys.argv[1:]
     step = importlib.import_module(f"bench.{benchmark}").step
-    print(_measure(step(name, *map(int, sizes), True, device), device))
+    print(peak_above(step(name, *map(int, sizes), True, device), device))
 
 
 if __name__ == "__main__":

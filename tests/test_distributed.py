@@ -316,10 +316,10 @@ def work_of_this_rank() -> dict[str, int]:
 
             def count(function: Callable[..., Any]) -> Callable[..., Any]:
                 @functools.wraps(function)
-                def counted(scores: Tensor, *rest: Any) -> Any:
+                def counted(scores: Tensor, *rest: Any, **options: Any) -> Any:
                     nonlocal total
                     total += scores.numel()
-                    return function(scores, *rest)
+                    return function(scores, *rest, **options)
 
                 return counted
 

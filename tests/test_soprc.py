@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import assert_as_exact_as, assert_close, assert_same, python, value_and_grad
+from checks import assert_as_exact_as, assert_close, assert_same, peaks_are_known, python, value_and_grad
 from hypothesis import given
 from hypothesis import strategies as st
 from inputs import Batch, batch, directions, random_batch
@@ -879,36 +879,31 @@ def test_a_class_with_one_nan_row(device: torch.device, blocks_used: list[int]) 
     assert min(blocks_used) > 1
 
 
-# Peak memory of one call above what the process held before, in bytes, with two classes.
+# Peak memory of one call above what the process holds, in bytes, with two classes.
 PEAK = """
-import resource, sys
+import sys
 import torch
+from bench.memory import peak_above
 from tritonloss.losses import SOPRCLoss
 
 torch.set_num_threads(1)
-
-def step(n, **options):
-    rows = torch.randn(n, 16, requires_grad=True)
-    SOPRCLoss(2, memory_size=20, **options)(rows, torch.arange(n) % 2).backward()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-base = step(512, memory_budget=1 << 20)
-print(step(int(sys.argv[1]), update=sys.argv[2], memory_budget=int(sys.argv[3])) - base)
+criterion = SOPRCLoss(2, memory_size=20, update=sys.argv[1], memory_budget=8 << 20)
+rows, labels = torch.randn(2048, 16, requires_grad=True), torch.arange(2048) % 2
+print(peak_above(lambda: criterion(rows, labels).backward(), "cpu"))
 """
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a process that uses CUDA has other peaks")
+@peaks_are_known
 @pytest.mark.parametrize("update", ["mean", "pool"])
 def test_peak_memory_of_two_classes(update: str) -> None:
     """N = 2048: 2.1 million pairs, of which one number takes 8 MiB, the budget; held for all of them are about 20.
 
-    Pairs and similarities may take the budget each; N (D + V) numbers, 0.3 MiB of each kind, blocks of 2 MiB and the
-    allocator's slack together once more. "pool" sorts the scores of a class, N^2 / 4 of them, with their places: 24
-    bytes each, 24 MiB.
+    Pairs may take the budget. Eq. 9 takes six blocks of 4 MiB: scores, gradient, and the columns of half of the keys as
+    int64, with their deviations and use. Twice the budget for N (D + V) numbers and the allocator. "pool" sorts
+    the scores of a class, N^2 / 4 of them, with their places: 24 bytes each, 24 MiB.
     """
-    budget = 8 << 20
-    peak = int(python(PEAK, "2048", update, str(budget)))
-    assert 0 < peak <= 3 * budget + (24 * 1024**2 if update == "pool" else 0)
+    peak = int(python(PEAK, update))
+    assert 1 << 20 < peak <= (3 * 8 + 6 * 4 + (24 if update == "pool" else 0)) << 20
 
 
 # --- state ---

@@ -53,7 +53,8 @@ def _memory_rank(
     sums = torch.empty_like(scores)
     slopes = torch.empty_like(scores if save else scores[:0])
     n_scores, n_entries = scores.shape[0], memory.shape[1]
-    block = rows_per_block(n_scores, n_entries, memory.itemsize, memory.device, budget)
+    # Of an entry four numbers are held at a time.
+    block = rows_per_block(n_scores, 4 * n_entries, memory.itemsize, memory.device, budget)
     for first in range(0, n_scores, block):
         part = slice(first, first + block)
         above = memory[row[part]].sub_(scores[part, None]).clamp_(min=0).div_(temperature)
