@@ -56,11 +56,11 @@ def check_index_range(indices: PairIndices | TripletIndices, size: int) -> None:
     Raises:
         ValueError: one is not; the message names its entry.
     """
-    entries = {name: entry for name, entry in zip(indices._fields, indices, strict=True) if entry.numel()}
-    if not entries:
+    names = [name for name in indices._fields if getattr(indices, name).numel()]
+    if not names:
         return
-    ends = torch.stack([torch.stack(torch.aminmax(entry.to(torch.int64))) for entry in entries.values()])
-    for name, (least, greatest) in zip(entries, ends.tolist(), strict=True):
+    ends = torch.stack([torch.stack(torch.aminmax(getattr(indices, name).to(torch.int64))) for name in names])
+    for name, (least, greatest) in zip(names, ends.tolist(), strict=True):
         if least < 0 or greatest >= size:
             got = least if least < 0 else greatest
             raise ValueError(f"indices_tuple: {name} must be rows 0 .. {size - 1} of the batch, got {got}")
