@@ -71,6 +71,7 @@ def soft_rank(
         sizes: of `pair_sizes`, if the caller has them already: then this call has no host sync.
         memory_budget: what the similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU, a
             sixteenth of the device on CUDA. If all of them fit they are kept for the backward pass, else recomputed.
+            Eager keeps the derivatives instead, of a batch that is one block and where these fit, at most 16 MiB.
 
     Returns:
         SoftRanks(ranks [M], scores [M], positive_ranks [M] or None), M = sum(count); differentiable once, in queries
@@ -201,10 +202,9 @@ def _soft_rank(
 
     That is, if `save`, both slopes [M], and the similarity [Q, N] if it is kept, or the derivatives
     [n_derivatives * Q, N] instead; then [0, P], which has no elements: its shape tells the backward pass the largest
-    class size P without another host sync. What is about the positives
-    alone is empty unless `with_positives`. A max_class_size of -1 means none was given; widths and n_pairs are those of
-    `BlockPlan`, none and -1 where they are read here. `shared`: queries and keys are one tensor, so that the backward
-    pass has one gradient.
+    class size P without another host sync. What is about the positives alone is empty unless `with_positives`. A
+    max_class_size of -1 means none was given; widths and n_pairs are those of `BlockPlan`, none and -1 where they are
+    read here. `shared`: queries and keys are one tensor, so that the backward pass has one gradient.
     """
     bounded = max_class_size >= 0
     if bounded:
@@ -356,6 +356,7 @@ def _soft_rank_backward(
 def _add_gradient(total: Tensor, grad: Tensor, queries: Tensor, rows: slice) -> None:
     """Add what the gradient of the scores [rows, Q] of queries with themselves gives to the gradient of the queries."""
     if grad.shape[0] == queries.shape[0]:
+        # torch copies a transpose by tiles, but adds one by strides.
         total.addmm_(grad.T.contiguous().add_(grad), queries)
     else:
         total[rows].addmm_(grad, queries)
