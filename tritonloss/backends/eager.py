@@ -1,10 +1,10 @@
 """The block functions in plain torch: any device, any floating dtype.
 
-Each takes a block of scores [rows, N] and writes into tensors its caller allocated. The loop runs over the positives
-of a row, one at a time: a block times one positive is the largest temporary.
+Each takes a block of scores [rows, N] and writes into tensors its caller allocated.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -12,75 +12,83 @@ from torch import Tensor
 from tritonloss.backends.large_classes import Grid, grid_of_range
 from tritonloss.layout import Positives
 
-# To read a derivative back from the last-level cache takes less time than to compute it again; from memory, more.
-DERIVATIVE_BYTES = 16 << 20
+# The derivatives of every (positive, key) are kept from the forward pass of a block to its backward pass up to this
+# size: to read them from the last-level cache takes less time than to compute them again; from memory, more.
+KEPT_BYTES = 32 << 20
+# Positives that are compared with all keys at once; a cube of this size stays in the caches of a core.
+CUBE_BYTES = 4 << 20
 
-
-def _add_up(
-    difference: Tensor, surrogate: str, derivative: Tensor, rank: Tensor, slope: Tensor | None
-) -> None:
-    """Write the row sums of g into `rank`, of g' / SCALE into `slope`, [rows] each; of the difference plus SHIFT.
-
-    With `slope`, g' / SCALE is left in `derivative`, which may be the difference where that is a sigmoid's; the
-    difference is overwritten. A difference of -inf counts 0 for both.
-    """
-    if surrogate == "sigmoid":
-        value = torch.sigmoid(difference, out=derivative)
-        torch.sum(value, 1, out=rank)
-        if slope is not None:
-            torch.sum(value.addcmul_(value, value, value=-1), 1, out=slope)
-        return
-    lifted = difference.clamp_(min=0)
-    rise = torch.clamp(lifted, max=1, out=derivative)
-    if slope is not None:
-        torch.sum(rise, 1, out=slope)
-    # rise (2 lifted - rise): the parabola while both are equal, the line 2 lifted - 1 above 1.
-    torch.sum(torch.lerp(rise, lifted, 2, out=lifted).mul_(rise), 1, out=rank)
-
-
-def _surrogate_slope(difference: Tensor, surrogate: str) -> Tensor:
-    """g' / SCALE of the difference plus SHIFT, in its memory."""
-    if surrogate == "sigmoid":
-        value = difference.sigmoid_()
-        return value.addcmul_(value, value, value=-1)
-    return difference.clamp_(0, 1)
-
-
-# Applied to a row of positives instead of a block of differences.
+# Subtracted from the threshold of a positive, so that the surrogate of a difference is a function of this one number.
 SHIFT = {"sigmoid": 0, "one_side_huber": 1}
+# g' is what the functions below call a slope, times this.
 SCALE = {"sigmoid": 1, "one_side_huber": 2}
 
 
-class _Rectangle:
-    """The pairs of a block as [rows, width], and their places among the columns and in the flat tensors."""
+def _value_sums(lifted: Tensor, surrogate: str, out: Tensor) -> None:
+    """Write the sums of g over the last dimension into `out`; `lifted` is the difference plus SHIFT.
 
-    def __init__(self, positives: Positives, n_keys: int) -> None:
-        count = positives.count
-        self.width, n_pairs, first = torch.stack([count.max(), count.sum(), positives.offset[0]]).tolist()
-        self.flat = slice(first, first + n_pairs)
-        slot = torch.arange(self.width, device=count.device)
-        self.columns = positives.start[:, None] + slot
-        # None where all rows have as many pairs: then flat tensors and rectangles are views of each other.
-        self.valid = None
-        if n_pairs < len(count) * self.width:
-            self.valid = slot < count[:, None]
-            # An unused slot repeats the row's first positive, so that gathers stay in range and scatters harmless.
-            first_column = positives.start.clamp(max=n_keys - 1)[:, None]
-            self.columns = torch.where(self.valid, self.columns, first_column)
+    It is overwritten by what `_slope` takes. A difference of -inf counts 0.
+    """
+    if surrogate == "sigmoid":
+        torch.sum(lifted.sigmoid_(), -1, out=out)
+        return
+    lifted.clamp_(min=0)
+    rise = lifted.clamp(max=1)
+    # rise (2 lifted - rise): the parabola while both are equal, the line 2 lifted - 1 above 1.
+    torch.sum(torch.lerp(rise, lifted, 2).mul_(rise), -1, out=out)
+    lifted.copy_(rise)
 
-    def write(self, flat: Tensor, rectangle: Tensor) -> None:
-        flat[self.flat] = rectangle.reshape(-1) if self.valid is None else rectangle[self.valid]
 
-    def read(self, flat: Tensor) -> Tensor:
-        if self.valid is None:
-            return flat[self.flat].view(self.columns.shape)
-        return flat.new_zeros(self.columns.shape).masked_scatter_(self.valid, flat[self.flat])
+def _slope(value: Tensor, surrogate: str) -> Tensor:
+    """g' / SCALE in the memory of what `_value_sums` left."""
+    return value.addcmul_(value, value, value=-1) if surrogate == "sigmoid" else value
 
-    def scatter(self, rectangle: Tensor, block: Tensor) -> None:
-        """Write the values of the pairs to their columns of the block [rows, N]; a row without pairs is set to 0."""
-        if self.valid is not None:
-            rectangle = torch.where(self.valid, rectangle, rectangle[:, :1])
-        block.scatter_(1, self.columns, rectangle)
+
+def _slope_of_difference(lifted: Tensor, surrogate: str) -> Tensor:
+    """g' / SCALE of the difference plus SHIFT, in its memory."""
+    return _slope(lifted.sigmoid_(), surrogate) if surrogate == "sigmoid" else lifted.clamp_(0, 1)
+
+
+def _cubes(
+    columns: Tensor, positive: Tensor, surrogate: str, whole: bool, skip: bool
+) -> Iterator[tuple[slice, Tensor]]:
+    """Differences plus SHIFT [rows, some positives, columns], of all positives at once if `whole`.
+
+    skip: -inf where column p meets positive p.
+    """
+    rows, width, n = *positive.shape, columns.shape[1]
+    step = width if whole else max(1, CUBE_BYTES // max(1, rows * n * columns.element_size()))
+    threshold = positive - SHIFT[surrogate] if SHIFT[surrogate] else positive
+    cube = columns.new_empty(rows, min(step, width), n)
+    for first in range(0, width, step):
+        part = slice(first, min(first + step, width))
+        lifted = torch.sub(columns[:, None], threshold[:, part, None], out=cube[:, : part.stop - first])
+        if skip:
+            lifted.diagonal(first, 1, 2).fill_(-torch.inf)
+        yield part, lifted
+
+
+def _sums(
+    columns: Tensor,
+    positive: Tensor,
+    surrogate: str,
+    ranks: Tensor,
+    slopes: Tensor | None,
+    keep: bool = False,
+    skip: bool = False,
+) -> Tensor | None:
+    """Write the sums of g and of g' over the columns of each row, [rows, width] each.
+
+    keep: return g' / SCALE [rows, width, columns]. skip: without column p for positive p.
+    """
+    lifted = None
+    for part, lifted in _cubes(columns, positive, surrogate, keep, skip):
+        _value_sums(lifted, surrogate, ranks[:, part])
+        if slopes is not None:
+            torch.sum(_slope(lifted, surrogate), -1, out=slopes[:, part])
+    if slopes is not None and SCALE[surrogate] != 1:
+        slopes.mul_(SCALE[surrogate])
+    return lifted if keep else None
 
 
 def soft_rank_forward(
@@ -92,66 +100,21 @@ def soft_rank_forward(
     positive_scores: Tensor,
     positive_ranks: Tensor | None = None,
     positive_slopes: Tensor | None = None,
-    derivatives: Tensor | None = None,
-) -> None:
-    """Write rank, slope (if `slopes` is given) and score of every pair of the block into the flat tensors [M].
+) -> Tensor | None:
+    """Write rank, slope (if `slopes` is given) and score of every pair of the block, rectangles [rows, width].
 
-    With `positive_ranks` also the rank among the other positives, and its slope (if `positive_slopes` is given). With
-    `derivatives` [width, rows, N] also g' / SCALE of every (positive, key), 0 where the key is a positive; the scores
-    are then overwritten, and may be the last of its blocks.
+    With `positive_ranks` also the rank among the other positives, and its slope (if `positive_slopes` is given). The
+    scores of the positives are overwritten. Returns what `soft_rank_backward` of the same block takes as `kept`.
     """
-    rectangle = _Rectangle(positives, scores.shape[1])
-    positive = scores.gather(1, rectangle.columns)
-    # A copy without the positives would cost more than to take them out and put them back.
-    scores.scatter_(1, rectangle.columns, -torch.inf)
-    rank, slope = _sums_over_columns(scores, positive, surrogate, slopes is not None, derivatives)
-    if derivatives is None:
-        scores.scatter_(1, rectangle.columns, positive)
-    rectangle.write(ranks, rank)
-    rectangle.write(positive_scores, positive)
-    if slopes is not None:
-        rectangle.write(slopes, slope)
+    positive = torch.gather(scores, 1, positives.columns, out=positive_scores)
+    # A copy without the positives would cost more than to take them out.
+    scores.scatter_(1, positives.columns, -torch.inf)
+    keep = slopes is not None and positive.numel() * scores.shape[1] * scores.element_size() <= KEPT_BYTES
+    kept = _sums(scores, positive, surrogate, ranks, slopes, keep)
     if positive_ranks is not None:
-        others = positive
-        if rectangle.valid is not None:
-            others = positive.masked_fill(~rectangle.valid, -torch.inf)
-        with_slope = positive_slopes is not None
-        rank, slope = _sums_over_columns(others, positive, surrogate, with_slope, skip=True)
-        rectangle.write(positive_ranks, rank)
-        if positive_slopes is not None:
-            rectangle.write(positive_slopes, slope)
-
-
-def _empty_strided_like(columns: Tensor) -> Tensor:
-    # Vector loops of torch end where rows do, and round the rest in another way: with the strides of `columns`, kept
-    # derivatives and recomputed ones are the same bits.
-    return torch.empty_strided(columns.shape, columns.stride(), dtype=columns.dtype, device=columns.device)
-
-
-def _sums_over_columns(
-    columns: Tensor,
-    positive: Tensor,
-    surrogate: str,
-    with_slope: bool,
-    derivatives: Tensor | None = None,
-    skip: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """The sums of g and of g' over the columns of each row, [rows, width] each; `skip`: without column p for p."""
-    rank, slope = torch.empty_like(positive), torch.empty_like(positive)
-    threshold = positive - SHIFT[surrogate]
-    if derivatives is None:
-        derivatives = _empty_strided_like(columns).expand(positive.shape[1], -1, -1)
-    # A sigmoid is replaced by its derivative in one memory; a one-side Huber needs both.
-    difference = None if surrogate == "sigmoid" else _empty_strided_like(columns)
-    for p in range(positive.shape[1]):
-        derivative = derivatives[p]
-        above = torch.sub(
-            columns, threshold[:, p : p + 1], out=derivative if difference is None else difference
-        )
-        if skip:
-            above[:, p] = -torch.inf
-        _add_up(above, surrogate, derivative, rank[:, p], slope[:, p] if with_slope else None)
-    return rank, slope.mul_(SCALE[surrogate]) if with_slope else slope
+        others = positives.only_pairs(positive, -torch.inf)
+        _sums(others, positive, surrogate, positive_ranks, positive_slopes, skip=True)
+    return kept
 
 
 def soft_rank_backward(
@@ -161,68 +124,58 @@ def soft_rank_backward(
     slopes: Tensor,
     positive_scores: Tensor,
     grad_ranks: Tensor,
-    grad_positive_scores: Tensor,
+    grad_positive_scores: Tensor | None,
     grad_scores: Tensor,
     positive_slopes: Tensor | None = None,
     grad_positive_ranks: Tensor | None = None,
-    derivatives: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> None:
     """Write the gradient of the block's scores into `grad_scores` [rows, N].
 
-    positive_slopes and grad_positive_ranks: of the ranks among the positives, both or neither. With the `derivatives`
-    of the forward pass, the scores are not read.
+    slopes, positive_scores, positive_slopes and `kept` are what `soft_rank_forward` wrote and returned for this block.
+    grad_positive_scores: None for 0. positive_slopes and grad_positive_ranks: both or neither.
     """
-    rectangle = _Rectangle(positives, grad_scores.shape[1])
-    positive = rectangle.read(positive_scores)
-    weight = rectangle.read(grad_ranks)
-    grad_scores.zero_()
-    _add_weighted_slopes(scores, positive, weight, surrogate, grad_scores, derivatives)
-    own = rectangle.read(grad_positive_scores) - weight * rectangle.read(slopes)
+    weight = positives.only_pairs(grad_ranks)
+    own = positives.only_pairs(slopes).mul(weight).neg_()
+    if grad_positive_scores is not None:
+        own += positives.only_pairs(grad_positive_scores)
+    if kept is not None:
+        torch.bmm(_scaled(weight, surrogate)[:, None], kept, out=grad_scores[:, None])
+    else:
+        _add_slopes(scores, positive_scores, weight, surrogate, grad_scores.zero_())
     if positive_slopes is not None and grad_positive_ranks is not None:
-        weight = rectangle.read(grad_positive_ranks)
-        own -= weight * rectangle.read(positive_slopes)
-        _add_weighted_slopes(positive, positive, weight, surrogate, own, skip=True)
-    rectangle.scatter(own, grad_scores)
+        weight = positives.only_pairs(grad_positive_ranks)
+        others = positives.only_pairs(positive_scores, -torch.inf)
+        own -= weight * positives.only_pairs(positive_slopes)
+        _add_slopes(others, positive_scores, weight, surrogate, own, skip=True)
+    positives.scatter(own, grad_scores)
 
 
-def _add_weighted_slopes(
-    columns: Tensor,
-    positive: Tensor,
-    weight: Tensor,
-    surrogate: str,
-    total: Tensor,
-    derivatives: Tensor | None = None,
-    skip: bool = False,
+def _scaled(weight: Tensor, surrogate: str) -> Tensor:
+    return weight * SCALE[surrogate] if SCALE[surrogate] != 1 else weight
+
+
+def _add_slopes(
+    columns: Tensor, positive: Tensor, weight: Tensor, surrogate: str, total: Tensor, skip: bool = False
 ) -> None:
-    """Add the sum over p of weight[:, p] g'(columns - positive[:, p]) to `total`; `skip`: not to column p for p.
-
-    derivatives: g' / SCALE [width, rows, N], if they were kept; then neither columns nor positive are read.
-    """
-    weight = weight * SCALE[surrogate]
-    if derivatives is not None:
-        for p in range(weight.shape[1]):
-            total.addcmul_(derivatives[p], weight[:, p : p + 1])
-        return
-    difference, threshold = _empty_strided_like(columns), positive - SHIFT[surrogate]
-    for p in range(weight.shape[1]):
-        torch.sub(columns, threshold[:, p : p + 1], out=difference)
-        if skip:
-            difference[:, p] = -torch.inf
-        total.addcmul_(_surrogate_slope(difference, surrogate), weight[:, p : p + 1])
+    """Add the sum over p of weight[:, p] g'(columns - positive[:, p]) to `total`; `skip`: not to column p for p."""
+    weight = _scaled(weight, surrogate)
+    for part, lifted in _cubes(columns, positive, surrogate, False, skip):
+        total[:, None].baddbmm_(weight[:, None, part], _slope_of_difference(lifted, surrogate))
 
 
 def largest_class(positives: Positives) -> int:
-    """The most positives of a row of the block."""
-    return int(positives.count.max())
+    """A bound of the positives of a row of the block: the host asks the device for nothing."""
+    return positives.width
 
 
-def one_class(positives: Positives) -> tuple[int, int, int] | None:
-    """Start, stop and first pair of the class that all rows of the block have; None if they have several, or none."""
+def one_class(positives: Positives) -> tuple[int, int] | None:
+    """Start and stop of the class that all rows of the block have; None if they have several, or none."""
     table = torch.stack([positives.start, positives.count])
     if not bool((table == table[:, :1]).all()):
         return None
-    start, count, first_pair = torch.cat([table[:, 0], positives.offset[:1]]).tolist()
-    return (start, start + count, first_pair) if count else None
+    start, count = table[:, 0].tolist()
+    return (start, start + count) if count else None
 
 
 def score_grid(scores: Tensor, limit: float) -> Grid | None:

@@ -204,12 +204,12 @@ def choose(
 
 
 class _OneClass:
-    """The pairs of a block whose rows all have the columns start .. stop - 1 for positives: all is slices."""
+    """The columns of a block whose rows all have the columns start .. stop - 1 for positives: all is slices."""
 
     used = None  # every slot of the rectangle [rows, width] holds a pair
 
-    def __init__(self, start: int, stop: int, first_pair: int) -> None:
-        self.start, self.stop, self.first_pair = start, stop, first_pair
+    def __init__(self, start: int, stop: int) -> None:
+        self.start, self.stop = start, stop
 
     def positives_of(self, matrix: Tensor) -> Tensor:
         """[rows, width], of a matrix [rows, N]."""
@@ -222,16 +222,13 @@ class _OneClass:
         parts = matrix[:, : self.start], matrix[:, self.stop :]
         return [(part, None) for part in parts if part.shape[1]]
 
-    def _pairs(self, flat: Tensor, rows: int) -> Tensor:
-        width = self.stop - self.start
-        return flat[self.first_pair : self.first_pair + rows * width].view(rows, width)
+    def read(self, rectangle: Tensor) -> Tensor:
+        """The rectangle [rows, width], 0 in a slot without a pair."""
+        return rectangle[:, : self.stop - self.start]
 
-    def read(self, flat: Tensor, rows: int) -> Tensor:
-        """The entries [rows, width] of the flat tensor [M]; 0 in a slot without a pair."""
-        return self._pairs(flat, rows)
-
-    def write(self, flat: Tensor, rectangle: Tensor) -> None:
-        self._pairs(flat, rectangle.shape[0]).copy_(rectangle)
+    def write(self, rectangle: Tensor, values: Tensor) -> None:
+        """Into the rectangle [rows, width] of a block function."""
+        rectangle[:, : self.stop - self.start] = values
 
     def write_own(self, matrix: Tensor, rectangle: Tensor) -> None:
         """Into the columns of the positives of a matrix [rows, N]."""
@@ -239,47 +236,33 @@ class _OneClass:
 
 
 class _AnyClasses:
-    """The pairs of any block, with the methods of `_OneClass`, and without a host sync.
+    """The columns of any block, with the methods of `_OneClass`, and without a host sync."""
 
-    A slot past the positives of its row stands for the first pair of the row with the most, which is written twice
-    with the same number. In a block without any pair, which only a padded layout has, it stands for the last entry of
-    the flat tensors, which is padding there and stays 0.
-    """
-
-    def __init__(self, positives: Positives, width: int, n_keys: int, n_pairs: int) -> None:
-        slot = torch.arange(width, device=positives.start.device)
-        self.used = slot < positives.count[:, None]
-        self.columns = (positives.start[:, None] + slot).clamp_(max=n_keys - 1)
-        self.place = torch.arange(n_keys, device=slot.device) - positives.start[:, None]
+    def __init__(self, positives: Positives) -> None:
+        self.positives, self.used = positives, positives.is_pair
+        self.place = torch.arange(positives.n_keys, device=positives.start.device) - positives.start[:, None]
         self.is_own = (self.place >= 0) & (self.place < positives.count[:, None])
-        self.fullest = positives.count.argmax()
-        self.has_pair = positives.count[self.fullest] > 0
-        spare = torch.where(self.has_pair, positives.offset[self.fullest], n_pairs - 1)
-        self.flat = torch.where(self.used, positives.offset[:, None] + slot, spare)
 
     def positives_of(self, matrix: Tensor) -> Tensor:
-        return matrix.gather(1, self.columns)
+        return matrix.gather(1, self.positives.columns)
 
     def negatives_of(self, matrix: Tensor) -> list[tuple[Tensor, Tensor | None]]:
         return [(matrix, ~self.is_own)]
 
-    def read(self, flat: Tensor, rows: int) -> Tensor:
-        return torch.where(self.used, flat[self.flat], 0)
+    def read(self, rectangle: Tensor) -> Tensor:
+        return self.positives.only_pairs(rectangle)
 
-    def write(self, flat: Tensor, rectangle: Tensor) -> None:
-        spare = torch.where(self.has_pair, rectangle[self.fullest, 0], 0)
-        flat.index_put_((self.flat,), torch.where(self.used, rectangle, spare).to(flat.dtype))
+    def write(self, rectangle: Tensor, values: Tensor) -> None:
+        rectangle.copy_(values)
 
     def write_own(self, matrix: Tensor, rectangle: Tensor) -> None:
         own = rectangle.gather(1, self.place.clamp(0, rectangle.shape[1] - 1))
         matrix.copy_(torch.where(self.is_own, own, matrix))
 
 
-def _pairs_of(
-    module: ModuleType, positives: Positives, width: int, n_keys: int, n_pairs: int
-) -> _OneClass | _AnyClasses:
+def _pairs_of(module: ModuleType, positives: Positives) -> _OneClass | _AnyClasses:
     one = module.one_class(positives)
-    return _OneClass(*one) if one else _AnyClasses(positives, width, n_keys, n_pairs)
+    return _OneClass(*one) if one else _AnyClasses(positives)
 
 
 def _nan_where(spoiled: Tensor, like: Tensor) -> Tensor:
@@ -320,7 +303,7 @@ class OnGrid:
         positive_slopes: Tensor | None = None,
     ) -> None:
         """As the block function of this name."""
-        pairs = _pairs_of(self.module, positives, self.width, scores.shape[1], ranks.numel())
+        pairs = _pairs_of(self.module, positives)
         positive = pairs.positives_of(scores)
         pairs.write(positive_scores, positive)
         kernels = self.grid.surrogate(scores)[: 1 if slopes is None else 2]
@@ -343,15 +326,14 @@ class OnGrid:
         slopes: Tensor,
         positive_scores: Tensor,
         grad_ranks: Tensor,
-        grad_positive_scores: Tensor,
+        grad_positive_scores: Tensor | None,
         grad_scores: Tensor,
         positive_slopes: Tensor | None = None,
         grad_positive_ranks: Tensor | None = None,
     ) -> None:
         """As the block function of this name."""
-        pairs = _pairs_of(self.module, positives, self.width, scores.shape[1], slopes.numel())
-        n_rows = scores.shape[0]
-        positive, weight = pairs.read(positive_scores, n_rows), pairs.read(grad_ranks, n_rows)
+        pairs = _pairs_of(self.module, positives)
+        positive, weight = pairs.read(positive_scores), pairs.read(grad_ranks)
         kernel = self.grid.surrogate(scores)[1]
         nodes = self._spread(positive, pairs.used, weight) @ kernel
         parts = zip(pairs.negatives_of(scores), pairs.negatives_of(grad_scores), strict=True)
@@ -359,11 +341,13 @@ class OnGrid:
             grad.copy_(self._read(nodes, negative))
             if not self.grid.all_inside:
                 grad.masked_fill_(negative == -torch.inf, 0)
-        own = pairs.read(grad_positive_scores, n_rows) - weight * pairs.read(slopes, n_rows)
+        own = -weight * pairs.read(slopes)
+        if grad_positive_scores is not None:
+            own += pairs.read(grad_positive_scores)
         if positive_slopes is not None and grad_positive_ranks is not None:
-            weight = pairs.read(grad_positive_ranks, n_rows)
+            weight = pairs.read(grad_positive_ranks)
             nodes = self._spread(positive, pairs.used, weight) @ kernel
-            own += self._read(nodes, positive) - weight * (0.25 + pairs.read(positive_slopes, n_rows))
+            own += self._read(nodes, positive) - weight * (0.25 + pairs.read(positive_slopes))
         pairs.write_own(grad_scores, own)
 
     def _spread(self, values: Tensor, used: Tensor | None, weights: Tensor | None = None) -> Tensor:
@@ -460,7 +444,7 @@ class Sorted:
         positive_slopes: Tensor | None = None,
     ) -> None:
         """As the block function of this name."""
-        pairs = _pairs_of(self.module, positives, self.width, scores.shape[1], ranks.numel())
+        pairs = _pairs_of(self.module, positives)
         positive = pairs.positives_of(scores).contiguous()
         pairs.write(positive_scores, positive)
         parts = [_only(part, used) for part, used in pairs.negatives_of(scores)]
@@ -483,21 +467,22 @@ class Sorted:
         slopes: Tensor,
         positive_scores: Tensor,
         grad_ranks: Tensor,
-        grad_positive_scores: Tensor,
+        grad_positive_scores: Tensor | None,
         grad_scores: Tensor,
         positive_slopes: Tensor | None = None,
         grad_positive_ranks: Tensor | None = None,
     ) -> None:
         """As the block function of this name."""
-        pairs = _pairs_of(self.module, positives, self.width, scores.shape[1], slopes.numel())
-        n_rows = scores.shape[0]
-        positive, weight = pairs.read(positive_scores, n_rows), pairs.read(grad_ranks, n_rows)
+        pairs = _pairs_of(self.module, positives)
+        positive, weight = pairs.read(positive_scores), pairs.read(grad_ranks)
         # A slot without a positive has no weight: anywhere will do.
         grad_scores.copy_(_huber_slopes(scores, positive, weight))
-        own = pairs.read(grad_positive_scores, n_rows) - weight * pairs.read(slopes, n_rows)
+        own = -weight * pairs.read(slopes)
+        if grad_positive_scores is not None:
+            own += pairs.read(grad_positive_scores)
         if positive_slopes is not None and grad_positive_ranks is not None:
-            weight = pairs.read(grad_positive_ranks, n_rows)
-            own = own - weight * (2 + pairs.read(positive_slopes, n_rows))
+            weight = pairs.read(grad_positive_ranks)
+            own = own - weight * (2 + pairs.read(positive_slopes))
             own += _huber_slopes(positive, positive, weight)
         pairs.write_own(grad_scores, own.to(scores.dtype))
 

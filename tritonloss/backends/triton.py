@@ -79,7 +79,7 @@ def soft_rank_forward(
     positive_ranks: Tensor | None = None,
     positive_slopes: Tensor | None = None,
 ) -> None:
-    """Write rank, slope (if `slopes` is given) and score of every pair of the block into the flat tensors [M].
+    """Write rank, slope (if `slopes` is given) and score of every pair of the block, rectangles [rows, width].
 
     With `positive_ranks` also the rank among the other positives, and its slope (if `positive_slopes` is given).
     """
@@ -107,15 +107,17 @@ def soft_rank_backward(
     slopes: Tensor,
     positive_scores: Tensor,
     grad_ranks: Tensor,
-    grad_positive_scores: Tensor,
+    grad_positive_scores: Tensor | None,
     grad_scores: Tensor,
     positive_slopes: Tensor | None = None,
     grad_positive_ranks: Tensor | None = None,
 ) -> None:
     """Write the gradient of the block's scores into `grad_scores` [rows, N].
 
-    positive_slopes and grad_positive_ranks: of the ranks among the positives, both or neither.
+    grad_positive_scores: None for 0. positive_slopes and grad_positive_ranks: both or neither.
     """
+    if grad_positive_scores is None:
+        grad_positive_scores = torch.zeros_like(grad_ranks)
     block_p = tuning.positives_per_tile(positives.width)
     arguments = {
         **_common(scores, positives, surrogate),

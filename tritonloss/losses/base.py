@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from numbers import Integral, Real
-from typing import Any, get_args
+from typing import Any, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,15 @@ from tritonloss.types import IndicesTuple, LossDict, PairIndices, TripletIndices
 
 # torch has no promotion from the floating dtypes of 8 bits and below.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class LossOptions(TypedDict, total=False):
+    """The options of `BaseMetricLossFunction`."""
+
+    distance: Distance | None
+    reducer: Callable[..., Tensor] | None
+    embedding_regularizer: Callable[[Tensor], Tensor] | None
+    embedding_reg_weight: float
 
 
 class BaseMetricLossFunction(nn.Module):
@@ -160,6 +169,25 @@ class PerQueryLoss(BaseMetricLossFunction):
         """The value of each row [N], 0 where it is no query, and whether it is one [N] bool."""
         raise NotImplementedError(f"{type(self).__name__} must define per_query")
 
+    def mean(
+        self, embeddings: Tensor, labels: Tensor, indices_tuple: PairIndices | TripletIndices | None
+    ) -> Tensor:
+        """The mean over the queries, 0 without any; a subclass may know a shorter way to it."""
+        return mean_of_queries(*self.per_query(embeddings, labels, indices_tuple))
+
+    def mean_loss(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: PairIndices | TripletIndices | None,
+        ref_emb: Tensor | None,
+        ref_labels: Tensor | None,
+    ) -> Tensor:
+        """`mean` of the arguments of a call."""
+        name = type(self).__name__
+        refuse(name, ref_emb=ref_emb, ref_labels=ref_labels)
+        return self.mean(embeddings, require_labels(name, labels), indices_tuple)
+
     def compute_loss(
         self,
         embeddings: Tensor,
@@ -186,11 +214,8 @@ class PerQueryLoss(BaseMetricLossFunction):
         if type(self.reducer) is not MeanReducer:
             return super().reduced_objective(embeddings, labels, indices_tuple, ref_emb, ref_labels)
         indices = check_arguments(embeddings, labels, indices_tuple, ref_emb, ref_labels)
-        refuse(type(self).__name__, ref_emb=ref_emb, ref_labels=ref_labels)
         with full_precision(embeddings):
-            return mean_of_queries(
-                *self.per_query(embeddings, require_labels(type(self).__name__, labels), indices)
-            )
+            return self.mean_loss(embeddings, labels, indices, ref_emb, ref_labels)
 
 
 def check_arguments(
@@ -264,6 +289,14 @@ def check_numbers(**options: Any) -> None:
             raise TypeError(f"{name} must be a number, got {type(value).__name__}")
         if value != value:
             raise ValueError(f"{name} is {value}: expected a number")
+
+
+def check_positive(**options: Any) -> None:
+    """Each option is a number above 0, or an error that names it."""
+    check_numbers(**options)
+    for name, value in options.items():
+        if not value > 0:
+            raise ValueError(f"{name} is {value}: expected a number above 0")
 
 
 def check_count(name: str, value: Any) -> None:

@@ -11,7 +11,7 @@ from tritonloss.losses.base import check_choice, check_count, check_numbers
 from tritonloss.types import upcast
 
 Grid: TypeAlias = Literal["midpoint", "left", "authors", "linear"]
-MemoryUpdate: TypeAlias = Literal["mean", "last", "pool"]
+MemoryUpdate: TypeAlias = Literal["mean", "last"]
 MemoryInit: TypeAlias = Literal["first", "uniform"]
 Average: TypeAlias = Literal["macro", "micro"]
 ScoreRange: TypeAlias = tuple[float, float] | None
@@ -108,17 +108,6 @@ class Options:
         if not self.tpr_offset >= 0:
             raise ValueError(f"tpr_offset is {self.tpr_offset}: expected at least 0")
         check_choice("average", self.average, Average)
-
-
-def arranged(rows: Tensor, index: Tensor | None) -> Tensor:
-    """rows [Q, ...] in the order of index [Q] int64; as they are without one."""
-    return rows if index is None else rows[index]
-
-
-def sort_segments(values: Tensor, segment: Tensor) -> Tensor:
-    """values [M] sorted by their segment [M], ascending within each."""
-    values, order = torch.sort(values)
-    return values[torch.sort(segment[order], stable=True).indices]
 
 
 def _places(place: Tensor, n: Tensor, size: int, grid: Grid) -> tuple[Tensor, int | Tensor]:
