@@ -166,19 +166,18 @@ def report(build: Build) -> dict[str, Any]:
         **asdict(build),
         "threads": threads,
         **usage,
+        "shared": kernel.metadata.shared,  # bytes at launch: the tools see none of them
         "int64_rows": rows_in_int64(build, kernel.asm["ttir"]),
     }
 
 
 def nvidia_usage(kernel: Any) -> dict[str, int]:
-    """Registers a thread, bytes of stack (spills), shared bytes, fences."""
+    """Registers a thread, bytes of stack (spills), fences."""
     with cubin(kernel) as path:
         text = tool("cuobjdump", "-res-usage", path)
-    registers, stack, shared = (
-        int(re.findall(rf"{key}:(\d+)", text)[-1]) for key in ("REG", "STACK", "SHARED")
-    )
+    registers, stack = (int(re.findall(rf"{key}:(\d+)", text)[-1]) for key in ("REG", "STACK"))
     fences = len(re.findall(r"\b(?:membar|fence)\b", kernel.asm["ptx"]))  # each is a MEMBAR in the SASS
-    return {"registers": registers, "spills": stack, "shared": shared, "fences": fences}
+    return {"registers": registers, "spills": stack, "fences": fences}
 
 
 def amd_usage(kernel: Any) -> dict[str, int]:
@@ -191,7 +190,6 @@ def amd_usage(kernel: Any) -> dict[str, int]:
     return {
         "registers": value("vgpr_count"),
         "spills": 4 * value("vgpr_spill_count"),  # a spilled SGPR goes to a lane of a VGPR, not to memory
-        "shared": value("group_segment_fixed_size"),
         "fences": len(re.findall(r"\bbuffer_wbl2\b|\bbuffer_inv\b", text)),
     }
 

@@ -3,10 +3,13 @@
 Two algorithms with the block functions of the backends, `soft_rank_forward` and `soft_rank_backward`: `OnGrid` for the
 sigmoid, `Sorted` for the one-side Huber. `choose` says which of them pays for a block, if either.
 
+TRITONLOSS_LARGE_CLASSES=0 leaves both out: the direct loop then serves every class.
+
 Shapes: a block of scores is [rows, N] in units of the temperature, as for the direct loops.
 """
 
 import math
+import os
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -15,6 +18,8 @@ import torch
 from torch import Tensor
 
 from tritonloss.layout import Positives
+
+ENVIRONMENT_VARIABLE = "TRITONLOSS_LARGE_CLASSES"
 
 # --- the grid ---
 
@@ -70,13 +75,16 @@ def _largest_ratio(order: int) -> float:
 
 
 @cache
-def _polynomials(points: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _polynomials(points: int, dtype: torch.dtype, pinned: bool) -> Tensor:
     """[power, node]: the coefficients of the polynomial that is 1 at one node of the stencil and 0 at the others.
 
-    The argument is the place between the two middle nodes, -1/2 .. 1/2.
+    The argument is the place between the two middle nodes, -1/2 .. 1/2. The tensor is on the host: what is kept on a
+    device could lie in the memory of a CUDA graph, whose replay overwrites it. From pinned memory a graph can copy it.
     """
-    node = torch.arange(points, dtype=torch.float64) - (points - 1) / 2
-    return torch.linalg.inv(torch.vander(node, increasing=True)).to(device, dtype)  # type: ignore[no-any-return]
+    with torch.inference_mode(False):
+        node = torch.arange(points, dtype=torch.float64, device="cpu") - (points - 1) / 2
+        inverse: Tensor = torch.linalg.inv(torch.vander(node, increasing=True)).to(dtype)
+        return inverse.pin_memory() if pinned else inverse
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,8 @@ class Grid:
         return (values >= low) & (values < high)
 
     def polynomials(self, like: Tensor) -> Tensor:
-        return _polynomials(self.stencil.points, like.dtype, like.device)
+        matrix = _polynomials(self.stencil.points, like.dtype, like.device.type == "cuda")
+        return matrix.to(like.device, non_blocking=True)
 
     def surrogate(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """g and g' of node a, counted from the last, less node b: [nodes, nodes] each.
@@ -172,8 +181,15 @@ def sorting_pays(n_keys: int, width: int, kind: str) -> bool:
     return cost.ordered * n_keys + cost.looked_up * width < cost.pair * n_keys * width
 
 
+def enabled() -> bool:
+    """Whether the algorithms may serve at all: not with TRITONLOSS_LARGE_CLASSES=0."""
+    return os.environ.get(ENVIRONMENT_VARIABLE, "1") != "0"
+
+
 def may_pay(n_keys: int, width: int, surrogate: str, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether either algorithm could cost less than the direct loop, for some range of the scores."""
+    """Whether either algorithm may serve and could cost less than the direct loop, for some range of the scores."""
+    if not enabled():
+        return False
     kind = "cuda" if device.type == "cuda" else "cpu"
     if surrogate == "one_side_huber":
         return sorting_pays(n_keys, width, kind)
