@@ -21,6 +21,7 @@ from tritonloss.backends import (
     register_backend,
     resolve_backend,
     selected_backend,
+    triton_metrics,
     triton_unusable,
     tuning,
     use_backend,
@@ -398,7 +399,7 @@ def test_positives_per_tile(width: int) -> None:
 @pytest.mark.parametrize("itemsize", [4, 8])
 @pytest.mark.parametrize("kernel", tuning.CONFIGS)
 def test_every_tile_has_a_configuration(kernel: str, itemsize: int) -> None:
-    for block_p in [1, 2, 4, 8] if kernel.startswith("soft_rank") else [1]:
+    for block_p in [1, 2, 4, 8] if kernel.startswith(("soft_rank", "rank_counts")) else [1]:
         configurations = tuning.configurations(kernel, block_p, itemsize)
         assert configurations
         for config in configurations:
@@ -408,7 +409,7 @@ def test_every_tile_has_a_configuration(kernel: str, itemsize: int) -> None:
 
 
 def test_every_kernel_has_configurations() -> None:
-    assert set(triton_backend.KERNELS) == set(tuning.CONFIGS)
+    assert {*triton_backend.KERNELS, *triton_metrics.KERNELS} == set(tuning.CONFIGS)
 
 
 @pytest.mark.parametrize(("variable", "enabled"), [(None, True), ("1", True), ("0", False)])
