@@ -116,7 +116,7 @@ class Ranking:
         count = self.count[panel]
         if self.ties != "mean":
             return Relevant(panel, count, strictly + slot, None)
-        ascending = -relevant
+        ascending = (-relevant).masked_fill_(slot >= count[:, None], torch.inf)
         better = torch.searchsorted(ascending, ascending)
         no_worse = torch.searchsorted(ascending, ascending, right=True)
         equal = self._counts(scores, relevant, strict=False) - strictly
