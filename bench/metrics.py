@@ -87,10 +87,12 @@ def main() -> None:
     values = {name: value.item() for name, value in result.values.items()}
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     peak = status("VmHWM") if chosen.device == "cpu" else torch.cuda.max_memory_allocated()
+    size = f"{chosen.rows} rows, {chosen.classes} classes, D = {DIMENSION}"
+    mebibytes = (peak - before) / MEBIBYTE
     print(
-        f"{chosen.rows} rows, {chosen.classes} classes, D = {DIMENSION}, {chosen.device}, "
-        f"{torch.get_num_threads()} threads: {seconds:.1f} s ({cpu:.1f} of CPU), {(peak - before) / MEBIBYTE:.0f} MiB above the inputs"
+        f"{size}, {chosen.device}, {torch.get_num_threads()} threads: {seconds:.1f} s ({cpu:.1f} s of CPU),"
     )
+    print(f"{mebibytes:.0f} MiB above the inputs")
     print(", ".join(f"{name} {value:.4f}" for name, value in values.items()))
     if chosen.check:
         print(f"largest difference to torchmetrics: {difference_to_torchmetrics(rows, labels):.1e}")

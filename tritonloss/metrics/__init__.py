@@ -161,7 +161,8 @@ def retrieval_metrics(
         every[ranking.ranked] = values
         results = every.unbind(1)
     else:
-        results = values.mean(0).unbind(0)
+        # Contiguous, so that a metric does not depend on which others are asked for.
+        results = tuple(column.contiguous().mean() for column in values.unbind(1))
     by_name = {measure.name: result for measure, result in zip(asked, results, strict=True)}
     return Retrieval(by_name, n_ranked, ranking.n_queries - n_ranked)
 

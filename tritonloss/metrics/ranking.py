@@ -19,6 +19,8 @@ TIES = ("optimistic", "pessimistic", "mean")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Fewer rows starve the matrix product: 60,502 keys take 2.0 ns a pair with 64 rows on two cores, and 3.3 with 17.
 MIN_ROWS = 64
+# About what the places of a relevant key and the metrics hold at a time: a dozen numbers of 8 bytes.
+PAIR_BYTES = 96
 # Rows that an error message names.
 MOST_NAMED = 8
 
@@ -95,17 +97,19 @@ class Ranking:
     def panels(self, queries: Tensor) -> Iterator[Relevant]:
         """The relevant keys of `queries` [n], in the order of `ranked`, a panel of them at a time."""
         like = self.keys
+        row_bytes = len(like) * like.element_size()
         height = rows_per_block(len(queries), len(like), like.element_size(), like.device, self.budget)
-        most = self.budget // max(1, len(like) * like.element_size())
-        height = max(height, min(MIN_ROWS, most))
-        panels = torch.split(queries, height)
-        if not len(queries):
-            return
-        last = torch.tensor([min(len(queries), (i + 1) * height) - 1 for i in range(len(panels))])
-        widths = self.count[queries[last.to(queries.device)]].tolist()
-        scores = empty_scores(min(height, len(queries)), len(like), like)
-        for panel, width in zip(panels, widths, strict=True):
-            yield self._relevant(panel, width, scores[: len(panel)])
+        height = max(height, min(MIN_ROWS, self.budget // row_bytes, len(queries)))
+        scores = empty_scores(height, len(like), like)
+        counts = self.count[queries].tolist()
+        begin = 0
+        while begin < len(queries):
+            # No panel has a larger class than its last query.
+            largest = counts[min(begin + height, len(queries)) - 1]
+            end = begin + max(1, height * row_bytes // (row_bytes + PAIR_BYTES * largest))
+            panel = queries[begin:end]
+            yield self._relevant(panel, counts[begin + len(panel) - 1], scores[: len(panel)])
+            begin += len(panel)
 
     def _relevant(self, panel: Tensor, width: int, scores: Tensor) -> Relevant:
         rows = self.row[panel]
