@@ -68,7 +68,7 @@ def brute_force(
     for row, is_relevant, is_key in zip(scores.tolist(), relevant.tolist(), present.tolist(), strict=True):
         keys = [(s, r) for s, r, p in zip(row, is_relevant, is_key, strict=True) if p]
         if any(r for _, r in keys):
-            best_first = sorted(keys, key=lambda key: (-key[0], key[1] == (ties == "optimistic")))
+            best_first = sorted(keys, key=lambda key: (-key[0], key[1] != (ties == "optimistic")))
             values.append(of_ranking(name, [r for _, r in best_first]))
     return values
 
