@@ -30,10 +30,12 @@ try:
 except ImportError:
     AttrsDescriptor = None
 
-from tritonloss.backends import large_classes, tuning
-from tritonloss.backends.triton import INTERPRETED, KERNELS
+from tritonloss.backends import large_classes, triton_metrics, tuning
+from tritonloss.backends.triton import INTERPRETED
+from tritonloss.backends.triton import KERNELS as LOSS_KERNELS
 from tritonloss.ops.rank import SURROGATES
 
+KERNELS = {**LOSS_KERNELS, **triton_metrics.KERNELS}
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -52,12 +54,14 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "WITH_POSITIVES": (False, True),
     "ONE_TILE": (True, False),
     "DESCENDING": (False, True),
+    "STRICT": (True, False),
     "PER_UNIT": tuple(sorted({stencil.per_unit for stencil in large_classes.STENCILS.values()})),
     "POINTS": tuple(sorted({stencil.points for stencil in large_classes.STENCILS.values()})),
 }
 INTEGER_POINTERS = {
     "start": "*i64",
     "count": "*i64",
+    "counts": "*i32",
     "offset": "*i64",
     "labels": "*i32",
     "ranges": "*i64",

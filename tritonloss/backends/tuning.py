@@ -72,6 +72,13 @@ CONFIGS: dict[str, list[dict[str, int]]] = {
         {"BLOCK_N": 256, "num_warps": 4},
         {"BLOCK_N": 1024, "num_warps": 8},
     ],
+    # 16 pairs a thread: with 32, ptxas keeps to 64 registers and spills.
+    "rank_counts": [
+        {"BLOCK_N": 256, "num_warps": 4},
+        {"BLOCK_N": 64, "num_warps": 1},
+        {"BLOCK_N": 128, "num_warps": 2},
+        {"BLOCK_N": 512, "num_warps": 8},
+    ],
 }
 # What a kernel adds to, and so must be zero before each trial of a configuration.
 ACCUMULATED = {"words"}
