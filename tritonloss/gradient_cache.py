@@ -159,7 +159,8 @@ def cached_step(
         parts = [first_pass(chunk) for chunk in chunks]
     needs_grad = any(part.requires_grad for part in parts)
     embeddings = torch.cat(parts).detach().requires_grad_(needs_grad)
-    loss = processes.call(criterion, embeddings, labels)
+    with buffers.keeping():
+        loss = processes.call(criterion, embeddings, labels)
     with _hooks_afterwards([*model.parameters(), *processes.parameters]):
         _backward(loss, scaler)
         if embeddings.grad is not None:
@@ -410,6 +411,23 @@ class _Buffers:
         for module in part.modules():
             for name, buffer in module._buffers.items():
                 self.saved[module, name] = buffer, None if buffer is None else buffer.detach().clone()
+
+    def versions(self) -> dict[tuple[nn.Module, str], tuple[Tensor | None, int]]:
+        """Which tensors the buffers are, and how often torch has written to them."""
+        now = {place: place[0]._buffers.get(place[1]) for place in self.saved}
+        return {
+            place: (buffer, 0 if buffer is None or buffer.is_inference() else buffer._version)
+            for place, buffer in now.items()
+        }
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """What moves within stays as it is: the memory of a criterion that is part of the model."""
+        before = self.versions()
+        yield
+        for place, (buffer, version) in self.versions().items():
+            if buffer is not before[place][0] or version != before[place][1]:
+                del self.saved[place]
 
     @torch.no_grad()
     def put_back(self) -> None:
