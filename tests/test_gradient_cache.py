@@ -358,6 +358,31 @@ def test_the_memory_of_a_loss_moves_once(device: torch.device) -> None:
     assert criterion.visits.tolist() == [1] * N_CLASSES
 
 
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
+def test_a_criterion_that_is_part_of_the_model(norm: type[nn.Module], device: torch.device) -> None:
+    """Its memory has moved, while the running statistics of the network are put back and move once."""
+    inputs, labels = batch(device)
+    model = nn.Module()
+    model.network, model.criterion = (
+        network(device, norm=norm),
+        SOPRCLoss(N_CLASSES, memory_size=8).to(device).double(),
+    )
+    twin = copy.deepcopy(model)
+    for _ in range(2):
+        plain_step(twin.network, twin.criterion, inputs, labels, CHUNK)
+        cached_step(
+            model,
+            model.criterion,
+            inputs,
+            labels,
+            chunk_size=CHUNK,
+            embed=lambda model, chunk: model.network(chunk),
+        )
+    assert model.criterion.visits.tolist() == [2] * N_CLASSES
+    assert_close(model.state_dict(), twin.state_dict(), rtol=1e-12)
+    assert_gradients_close(gradients(model), gradients(twin), 1e-12)
+
+
 # --- memory ---
 
 
