@@ -533,7 +533,6 @@ class Queries:
             max_class_size=self.max_class_size,
             memory_budget=self.memory_budget,
             normalize=order is not None,
-            order=order,
         )
         return rank_total(
             self.inputs,
@@ -542,6 +541,7 @@ class Queries:
             weights,
             "soprc",
             ranking,
+            order=order,
             masks=self.masks,
             numbers=(options.tau2, options.tpr_offset, float(options.tpr_grad)),
             constants=(memory, prior, self.n_negatives),

@@ -90,11 +90,10 @@ class Pass:
 
     def once(self, inputs: Inputs, given: Any, *options: Any) -> tuple[tuple[Tensor, ...], Gradients]:
         """The results, constant, and the gradients for `attach`. `given` is not read where no gradient is needed."""
-        needs = tuple(needs_gradient(tensor) for tensor in inputs)
-        constants = tuple(None if tensor is None else tensor.detach() for tensor in inputs)
+        needs = tuple(map(needs_gradient, inputs))
+        constants = tuple(map(_constant, inputs))
         results = self._walk(constants, given if any(needs) else (), needs, options)
-        found = zip(results[self.n_results :], needs, strict=True)
-        return results[: self.n_results], tuple(grad if need else None for grad, need in found)
+        return results[: self.n_results], tuple(map(_if_needed, results[self.n_results :], needs))
 
     def __call__(self, inputs: Inputs, *options: Any) -> tuple[Tensor, ...]:
         """The results, differentiable once, in the inputs."""
@@ -155,6 +154,11 @@ class OutsideGraph(Pass):
     once._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
+def kept_for(kept: Any) -> dict[str, Any]:
+    """The option of a backward block function for what the forward function of the block returned, if anything."""
+    return {} if kept is None else {"kept": kept}
+
+
 def _like(tensor: Tensor | None, needed: bool) -> Tensor:
     """A gradient without data, for the fakes."""
     if tensor is None:
@@ -196,6 +200,14 @@ def _take_tensors(options: Sequence[Any]) -> tuple[list[Tensor], Callable[[Seque
         return result
 
     return tensors, rebuild
+
+
+def _constant(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach()
+
+
+def _if_needed(gradient: Tensor, need: bool) -> Tensor | None:
+    return gradient if need else None
 
 
 def needs_gradient(tensor: Tensor | None) -> bool:

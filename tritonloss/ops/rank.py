@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tritonloss.backends import backend_module, large_classes
 from tritonloss.layout import Positives
-from tritonloss.ops.library import Inputs, Pass
+from tritonloss.ops.library import Inputs, Pass, kept_for
 from tritonloss.ops.sources import Products, Rows, SortedMatrix
 from tritonloss.ops.streaming import Panels
 from tritonloss.types import accumulation_dtype
@@ -121,8 +121,10 @@ def _with_gradients(
     with torch.enable_grad():
         total = (_per_query(function(leaves, *numbers), pairs) * weights).sum()
     # A scalar: given gradients make torch import sympy, 30 MiB and half a second.
-    found = iter(torch.autograd.grad(total, [leaf for leaf in wanted if leaf is not None], allow_unused=True))
-    gradients = PairGradients(*(None if leaf is None else next(found) for leaf in wanted))
+    leaf_gradients = iter(
+        torch.autograd.grad(total, [leaf for leaf in wanted if leaf is not None], allow_unused=True)
+    )
+    gradients = PairGradients(*(None if leaf is None else next(leaf_gradients) for leaf in wanted))
     return _per_query(result, pairs), gradients
 
 
@@ -324,7 +326,7 @@ def _run(
             grad,
             among_slopes if by_among is not None else None,
             None if by_among is None else by_among.expand_as(ranks).contiguous(),
-            **({} if kept is None else {"kept": kept}),
+            **kept_for(kept),
         )
         source.add(panel, grad)
     return *sink.results(), *source.gradients()
