@@ -104,16 +104,8 @@ CASES: dict[str, tuple[Callable[[Tensor], Any], Call]] = {
         lambda rows: losses.HistogramLoss(10),
         lambda loss, rows, labels: loss(rows, None, mined(labels)),
     ),
-    "pooled memory": (
-        lambda rows: losses.SOPRCLoss(N_CLASSES, memory_size=8, update="pool", var_detach_mean=True),
-        PLAIN,
-    ),
     "blocks of queries": (
         lambda rows: losses.SOPRCLoss(N_CLASSES, memory_size=8, memory_budget=400),
-        PLAIN,
-    ),
-    "pooled blocks of queries": (
-        lambda rows: losses.SOPRCLoss(N_CLASSES, memory_size=8, memory_budget=400, update="pool"),
         PLAIN,
     ),
     "score matrix": (

@@ -168,10 +168,11 @@ class _Values:
         return gradients
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        empty = self.like.new_empty(0)
+        # An operator returns no tensor twice.
+        empty, other = self.like.new_empty(0), self.like.new_empty(0)
         if not self.parts:
-            return self.like.new_zeros(0), empty, empty
-        return (self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)), empty, empty
+            return self.like.new_zeros(0), empty, other
+        return (self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)), empty, other
 
 
 class _FlatPairs:
@@ -209,10 +210,9 @@ class _FlatPairs:
         return None
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        empty = self.like.new_empty(0)
-        # Copies: an operator returns no views.
-        found = [flat[: self.n_pairs].clone() for flat in self.flat] or [empty, empty]
-        ranks, scores, among = (*found, *[empty] * (3 - len(found)))
+        # Copies: an operator returns no views, and no tensor twice.
+        found = [flat[: self.n_pairs].clone() for flat in self.flat]
+        ranks, scores, among = found + [self.like.new_empty(0) for _ in range(3 - len(found))]
         return ranks, scores, among
 
 
@@ -262,6 +262,8 @@ def _run(
             bound,
             with_total=not (function or given),
         )
+    elif panels.count.shape[0] != last - first:
+        raise ValueError(f"panels are of {panels.count.shape[0]} queries: expected {last - first}")
     own, need = slice(first, last), any(needs)
     source: Products | SortedMatrix
     if masks:
@@ -329,7 +331,10 @@ def _run(
             **kept_for(kept),
         )
         source.add(panel, grad)
-    return *sink.results(), *source.gradients()
+    # No tensor twice; of an absent input what the fake has.
+    nothing = (torch.empty(0) if tensor is None else like.new_empty(0) for tensor in (queries, keys))
+    found = zip(source.gradients(), nothing, needs, strict=True)
+    return *sink.results(), *(grad if need else other for grad, other, need in found)
 
 
 def _fake(

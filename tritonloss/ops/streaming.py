@@ -112,6 +112,10 @@ class Panels:
     are_full: list[bool]
     total: int = -1
 
+    def __post_init__(self) -> None:
+        if len(self.widths) != -(-self.count.shape[0] // self.height):
+            raise ValueError(f"height is {self.height}: expected {len(self.widths)} panels of it")
+
     @classmethod
     def of(
         cls,
