@@ -267,7 +267,7 @@ def _run(
     own, need = slice(first, last), any(needs)
     source: Products | SortedMatrix
     if masks:
-        source = SortedMatrix(queries[own], masks[0][own], masks[1][own], temperature, panels.height, need)
+        source = SortedMatrix(queries, masks, temperature, panels.height, own, need)
         like = source.scratch
     else:
         rows = Rows(queries, order, normalize)
@@ -392,8 +392,7 @@ def positive_scores(
     panels: of these queries. Constant. Time O(sum over panels of their rows x the keys of their classes x D).
     """
     if masks:
-        own = slice(first, last)
-        matrix = SortedMatrix(queries[own], masks[0][own], masks[1][own], 1.0, panels.height, False)
+        matrix = SortedMatrix(queries, masks, 1.0, panels.height, slice(first, last), False)
         for rows, positives in panels:
             scores = matrix.scores(rows)[:, : positives.width]
             yield rows, positives.only_pairs(scores, torch.inf)

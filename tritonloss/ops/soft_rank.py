@@ -110,8 +110,7 @@ def soft_rank(
             are not looked at from the host: without it they take the direct loop there. Scores beyond it give NaN.
         sizes: of `pair_sizes`, if the caller has them already: then this call has no host sync.
         memory_budget: what the similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU, a
-            sixteenth of the device on CUDA. If all of them fit they are kept for the backward pass, else recomputed.
-            Eager keeps the derivatives instead, of a batch that is one block and where these fit, at most 16 MiB.
+            sixteenth of the device on CUDA.
 
     Returns:
         SoftRanks(ranks [M], scores [M], positive_ranks [M] or None), M = sum(count); differentiable once, in queries
