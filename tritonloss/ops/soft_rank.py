@@ -108,7 +108,6 @@ def soft_rank(
             Q * max_class_size entries, zero past the pairs, and the device asserts the bound.
         score_limit: a bound of |s|, 1 for unit rows. The sigmoid of large classes needs it on CUDA, where the scores
             are not looked at from the host: without it they take the direct loop there. Scores beyond it give NaN.
-        sizes: of `pair_sizes`, if the caller has them already: then this call has no host sync.
         memory_budget: what the similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU, a
             sixteenth of the device on CUDA.
 
