@@ -437,24 +437,28 @@ def test_two_runs_give_the_same_bits(
 
 
 @pytest.mark.parametrize("bound", [None, 8])
-@pytest.mark.parametrize("blocks", [False, True], ids=["whole", "blocks"])
+@pytest.mark.parametrize(
+    ("budget", "syncs_per_walk"), [(None, 1), (1, 1), (4096, 2)], ids=["whole", "rows", "lower panels"]
+)
 @surrogates
 @pytest.mark.parametrize("deferred", [False, True], ids=["total", "values"])
 def test_host_syncs(
     deferred: bool,
     surrogate: str,
-    blocks: bool,
+    budget: int | None,
+    syncs_per_walk: int,
     bound: int | None,
     forced: None,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One of a walk to learn the sizes, none with a bound; panels of queries add none."""
+    """One of a walk to learn the sizes, none with a bound; panels of queries add none.
+
+    But a second one where the pairs of a panel would not fit: 16 rows of 16 scores do, their 8 pairs each do not.
+    """
     rows = torch.nn.functional.normalize(torch.randn(16, 4, device=device)).requires_grad_()
     start, count = torch.arange(16, device=device) // 8 * 8, torch.full((16,), 8, device=device)
-    ranking = Ranking(
-        surrogate, score_limit=1, max_class_size=bound, memory_budget=8 * 8 * 4 * 16 if blocks else None
-    )
+    ranking = Ranking(surrogate, score_limit=1, max_class_size=bound, memory_budget=budget)
 
     def step() -> None:
         if deferred:
@@ -466,7 +470,7 @@ def test_host_syncs(
         step()
         syncs = record_syncs(monkeypatch)
         step()
-    assert len(syncs) == (1 + deferred) * (bound is None)
+    assert len(syncs) == ((1 + deferred) * syncs_per_walk if bound is None else 0)
 
 
 def sum_of_ranks(pairs: Pairs) -> Any:

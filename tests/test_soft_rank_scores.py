@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tritonloss import use_backend
+from tritonloss.backends import backend_module
 from tritonloss.ops import Ranking, memory_rank, soft_rank_scores
 
 STEPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -97,6 +98,25 @@ def test_blocks_do_not_change_the_result(backend: str, device: torch.device) -> 
     )
     # Another block is added up in another order: a few roundings of sums of 9 terms, over the temperature.
     assert_close(row_by_row, whole, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@surrogates
+def test_a_row_without_positives_has_no_gradient(
+    surrogate: str, kept: bool, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a panel with other rows, and with columns that are neither, from the first one on."""
+    if not kept:
+        monkeypatch.setattr(backend_module("eager", device), "KEPT_BYTES", 0)
+    scores = torch.tensor([[0.3, 0.4, 0.2], [0.2, 0.4, 0.6], [0.7, 0.1, 0.2]], dtype=torch.float64)
+    kind = torch.tensor([[1, 0, 0], [2, 0, 0], [2, 2, 2]])  # positive, negative, neither
+    scores, kind = scores.to(device), kind.to(device)
+    ranks, _, grad = evaluate(
+        lambda s: soft_rank_scores(s, kind == 1, kind == 0, surrogate=surrogate, temperature=0.3), scores
+    )
+    assert ranks.isfinite().all()
+    assert grad[0].all()
+    assert_same(grad[1:], torch.zeros_like(grad[1:]))
 
 
 def test_strides(backend: str, device: torch.device) -> None:

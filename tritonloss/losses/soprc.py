@@ -347,6 +347,8 @@ class SOPRCLoss(ScoreMemory):
 
     def _terms_of_embeddings(self, embeddings: Tensor, labels: Tensor, update: bool) -> LossDict:
         classes = class_labels(labels, self.num_classes, check=self.check_label_range)
+        # Half rows get the sum of two gradients: it is rounded once.
+        embeddings = upcast(embeddings)
         queries = Queries.of_embeddings(embeddings, classes, self.max_class_size, self.memory_budget)
         terms, commit = self._loss_term(queries, (-1.0, 1.0), update)
         if self.w_var:
@@ -480,13 +482,12 @@ class Queries:
         dtype = accumulation_dtype(self.inputs.dtype)
         return memory.detach().to(dtype)[self.classes.clamp(min=0)]
 
-    @torch.no_grad()
     def quantiles(self, phi: Interpolation) -> Tensor:
         """phi of the scores of each query's positives [Q, V], constant; 0 where there are none."""
         share, own = self._own
         size, grid, score_range = phi
-        arguments = (
-            self.inputs,
+        arguments: tuple[Any, ...] = (
+            self.inputs.detach(),
             list(self.masks),
             None if self.layout is None else self.layout.order,
             self.start[own],

@@ -130,7 +130,10 @@ class Pass:
         left, right, *tensors = ctx.saved_tensors
         options = ctx.rebuild(tensors)
         given = [grad.contiguous() for grad in grads[: self.n_results]]
-        found = self.operator(left, right, given, *ctx.needs_input_grad[:2], *options)[self.n_results :]
+        # By the dispatcher: what traces a backward pass must see the operator, not what it does.
+        found = self.operator.overload(left, right, given, *ctx.needs_input_grad[:2], *options)[
+            self.n_results :
+        ]
         cast_back = (
             grad.to(like.dtype) if need else None
             for grad, like, need in zip(found, (left, right), ctx.needs_input_grad[:2], strict=True)
@@ -223,7 +226,7 @@ def _refuse_transforms(tensor: Tensor) -> None:
     """torch.func and forward mode take a walk for a constant."""
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
-            f"tritonloss: the streamed backends do not serve the transforms of torch.func; {HINT}"
+            f"tritonloss: the streamed backends have no forward mode, nor other transforms of torch.func; {HINT}"
         )
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
         raise RuntimeError(f"tritonloss: the streamed backends have no forward mode derivative; {HINT}")

@@ -330,6 +330,7 @@ def _run(
             None if by_among is None else by_among.expand_as(ranks).contiguous(),
             **kept_for(kept),
         )
+        kept = None  # before the next panel has its own
         source.add(panel, grad)
     # No tensor twice; of an absent input what the fake has.
     nothing = (torch.empty(0) if tensor is None else like.new_empty(0) for tensor in (queries, keys))

@@ -56,12 +56,14 @@ class Ranking:
         panels: Panels | None = None,
     ) -> tuple[object, ...]:
         """The options of `rank_pass` for the queries `own`; start, count and constants are those of all queries."""
+        # As numbers: torch.compile takes a slice in a comprehension for a constant.
+        first, last = own.start, own.stop
         options = (
             list(masks),
             order,
             start[own],
             count[own],
-            [tensor[own] for tensor in constants] if constants else [],
+            [tensor.narrow(0, first, last - first) for tensor in constants] if constants else [],
             function,
             list(numbers),
             self.surrogate,
@@ -70,8 +72,8 @@ class Ranking:
             self.normalize,
             -1 if self.max_class_size is None else self.max_class_size,
             float(self.score_limit),
-            own.start,
-            own.stop,
+            first,
+            last,
             budget_bytes(queries.device, self.memory_budget),
             selected_backend(),
         )

@@ -143,7 +143,7 @@ class Products:
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """Those of queries and keys as they were given; empty where not needed."""
-        grad_queries = grad_keys = self.columns.new_empty(0)
+        grad_queries, grad_keys = self.columns.new_empty(0), self.columns.new_empty(0)
         if self.need_queries:
             grad_queries = self.queries.gradient(self.queries.zeros() if self.total is None else self.total)
         if self.keys is not None and self.total_keys is not None:
@@ -202,8 +202,8 @@ class SortedMatrix:
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """That of the matrix, and nothing."""
-        nothing = self.scratch.new_empty(0)
-        return nothing if self.total is None else self.total.div_(self.unit), nothing
+        total = self.scratch.new_empty(0) if self.total is None else self.total.div_(self.unit)
+        return total, self.scratch.new_empty(0)
 
 
 class Called:
@@ -247,8 +247,7 @@ class Called:
 
     def gradients(self) -> tuple[Tensor, ...]:
         """Those of all inputs; empty where not needed."""
-        nothing = torch.empty(0)
-        return tuple(nothing if total is None else total for total in self.totals)
+        return tuple(torch.empty(0) if total is None else total for total in self.totals)
 
 
 def distance_of_rows(distance: Callable[..., Tensor], own: slice) -> Callable[..., Tensor]:
