@@ -280,7 +280,7 @@ def block_rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def set_rows(rows: int) -> None:
         for kind in ("cpu", "cuda"):
             monkeypatch.setitem(streaming.BLOCK_BYTES, kind, 1)
-            monkeypatch.setitem(streaming.MIN_ROWS, kind, rows)
+            monkeypatch.setitem(streaming.MIN_ROWS, kind, rows * (4 if kind == "cpu" else 1))
 
     return set_rows
 

@@ -116,7 +116,8 @@ def soft_rank_forward(
     With `positive_ranks` also the rank among the other positives, and its slope (if `positive_slopes` is given). The
     scores of the positives are overwritten. Returns what `soft_rank_backward` of the same block takes as `kept`.
     """
-    positive = torch.gather(scores, 1, positives.columns, out=positive_scores)
+    # A slot without a pair is compared with 0, so that nothing it holds becomes NaN.
+    positive = positives.only_pairs(torch.gather(scores, 1, positives.columns, out=positive_scores))
     # A copy without the positives would cost more than to take them out.
     scores.scatter_(1, positives.columns, -torch.inf)
     keep = slopes is not None and positive.numel() * scores.shape[1] * scores.element_size() <= KEPT_BYTES
@@ -152,7 +153,7 @@ def soft_rank_backward(
     if kept is not None:
         torch.bmm(_scaled(weight, surrogate)[:, None], kept, out=grad_scores[:, None])
     else:
-        _add_slopes(scores, positive_scores, weight, surrogate, grad_scores.zero_())
+        _add_slopes(scores, positives.only_pairs(positive_scores), weight, surrogate, grad_scores.zero_())
     if positive_slopes is not None and grad_positive_ranks is not None:
         weight = positives.only_pairs(grad_positive_ranks)
         others = positives.only_pairs(positive_scores, -torch.inf)
