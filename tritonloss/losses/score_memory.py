@@ -176,8 +176,8 @@ class ScoreMemory(nn.Module):
         )
         # With assign=True torch takes the tensors of the checkpoint, whatever their dtype.
         for name, buffer in self.named_buffers(recurse=False):
-            if buffer.is_floating_point() and buffer.dtype != torch.float32:
-                setattr(self, name, buffer.to(torch.float32))
+            if buffer.is_floating_point():
+                setattr(self, name, upcast(buffer))
 
 
 def _quantiles(
