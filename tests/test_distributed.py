@@ -457,7 +457,8 @@ def test_work_is_split(name: str, ranks: list[Any]) -> None:
     whole = 2 * 64 * 64
     if name == "HistogramLoss":  # each pair once, and what blocks of 16 rows see of the other half
         whole = whole // 2
-        assert sum(pairs) <= 1.5 * whole
+        # and up to 15 keys before the first query of a share, so that rows begin at multiples of 16
+        assert sum(pairs) <= 1.6 * whole
     else:
         assert sum(pairs) == whole
     # 64 rows in 3 parts: one more row, or blocks of a triangle.

@@ -884,7 +884,7 @@ def test_a_class_with_one_nan_row(device: torch.device, panels_used: list[int]) 
             states.append([module.v.clone(), module.visits.clone()])
         assert_close(states[1], states[0], atol=1e-14)
         assert states[0][1][0] == 1
-    assert min(panels_used) > 1
+    assert min(panels_used[1::2]) > 1  # of the small budget
 
 
 # Peak memory of one call above what the process holds, in bytes, with two classes.
@@ -1002,7 +1002,7 @@ def test_score_memory(update: str, target: list[float], in_class_order: bool, de
     order = torch.argsort(CLASSES, stable=True) if in_class_order else torch.arange(5)
     classes, phi, is_query = (tensor[order].to(device) for tensor in (CLASSES, PHI, IS_QUERY))
     memory = score_memory(update=update).to(device)
-    assert_same(memory.current(classes, phi), phi)  # nothing was met
+    assert_same(memory.current(classes, phi).nan_to_num(), phi.nan_to_num())  # nothing was met
     used, moves = memory.moved(classes, phi, is_query, in_class_order=in_class_order)
     assert not memory.v.any()
     assert not memory.visits.any()
@@ -1035,23 +1035,33 @@ def test_score_memory_of_a_class_without_finite_scores(device: torch.device) -> 
     assert not memory.visits.any()
 
 
-@pytest.mark.parametrize("v_init", ["first", "uniform"])
-@pytest.mark.parametrize("prior", [0.1, [0.1, 0.2, 0.3], "batch"])
-def test_construction_on_the_meta_device(v_init: str, prior: Any, device: torch.device) -> None:
-    expected = SOPRCLoss(3, v_init=v_init, prior=prior)
-    with torch.device("meta"):
-        module = SOPRCLoss(3, v_init=v_init, prior=prior)
-    assert {buffer.device.type for buffer in module.buffers()} == {"meta"}
-    module.to_empty(device=device)
-    module.reset_parameters()
-    for name, buffer in expected.state_dict().items():
-        assert_same(module.state_dict()[name].cpu(), buffer)
-    with torch.device("meta"):
-        loaded = SOPRCLoss(3, v_init=v_init, prior=prior)
-    rows, labels = random_batch(12, 4, 3).on(torch.device("cpu"), torch.float32)
-    expected(rows, labels)
-    loaded.load_state_dict(expected.state_dict(), assign=True)
-    assert_same(loaded(rows, labels, update=False), expected(rows, labels, update=False))
+META = """
+import torch
+from checks import assert_same
+from inputs import random_batch
+from tritonloss.losses import SOPRCLoss
+
+rows, labels = random_batch(12, 4, 3).on(torch.device("cpu"), torch.float32)
+for v_init in ("first", "uniform"):
+    for prior in (0.1, [0.1, 0.2, 0.3], "batch"):
+        expected = SOPRCLoss(3, v_init=v_init, prior=prior)
+        with torch.device("meta"):
+            module, loaded = (SOPRCLoss(3, v_init=v_init, prior=prior) for _ in range(2))
+        assert {buffer.device.type for buffer in module.buffers()} == {"meta"}
+        module.to_empty(device="cpu")
+        module.reset_parameters()
+        for name, buffer in expected.state_dict().items():
+            assert_same(module.state_dict()[name], buffer)
+        expected(rows, labels)
+        loaded.load_state_dict(expected.state_dict(), assign=True)
+        assert_same(loaded(rows, labels, update=False), expected(rows, labels, update=False))
+print("as built on the CPU")
+"""
+
+
+def test_construction_on_the_meta_device() -> None:
+    """In a process of its own: torch remembers which functions make tensors, and a fixture here replaces them."""
+    assert python(META).split("\n")[-2] == "as built on the CPU"
 
 
 def test_half_checkpoints_are_held_in_float32() -> None:
@@ -1139,7 +1149,7 @@ def test_two_runs_give_the_same_bits(backend: str, device: torch.device) -> None
 
 
 def test_binary_memory_is_linear(device: torch.device) -> None:
-    """One list of 100 positives and 10000 negatives: no tensor grows with the product, which is 4 MB."""
+    """One list of 200 positives and 100000 negatives: no tensor grows with the product, which is 80 MB."""
     largest = 0
 
     class Watch(TorchDispatchMode):
@@ -1151,9 +1161,9 @@ def test_binary_memory_is_linear(device: torch.device) -> None:
                     largest = max(largest, tensor.numel() * tensor.element_size())
             return result
 
-    scores = torch.randn(10_100, device=device, requires_grad=True)
-    targets = torch.arange(10_100, device=device) < 100
+    scores = torch.randn(100_200, device=device, requires_grad=True)
+    targets = torch.arange(100_200, device=device) < 200
     with Watch():
         SOPRCLoss().to(device)(scores, targets).backward()
-    # int64 numbers of the columns are the largest: linear in the scores.
-    assert 0 < largest <= 8 * 10_100
+    # Some positives at a time against all scores, which eager bounds by 16 MiB.
+    assert 0 < largest <= 16 << 20

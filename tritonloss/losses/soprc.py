@@ -250,7 +250,11 @@ class SOPRCLoss(ScoreMemory):
             max_class_size=max_class_size,
             memory_budget=memory_budget,
         )
-        self.register_buffer("prior", class_prior(prior, self.num_classes))
+        self._given_prior = class_prior(prior, self.num_classes)
+        # On the device of the other buffers, which may be the meta device.
+        self.register_buffer(
+            "prior", None if self._given_prior is None else self._given_prior.to(self.v.device)
+        )
 
     @classmethod
     def from_preset(
@@ -273,6 +277,13 @@ class SOPRCLoss(ScoreMemory):
         if name == "paper" and "memory_size" not in options:
             raise TypeError("preset 'paper' needs memory_size, the number of positives N_+ of a query")
         return cls(num_classes, **{**PRESETS[name], **options})
+
+    def reset_parameters(self) -> None:
+        """Forget everything, and take the prior that was given; what `to_empty` needs."""
+        super().reset_parameters()
+        prior = getattr(self, "prior", None)
+        if prior is not None:
+            prior.copy_(self._given_prior)
 
     def forward(
         self,
@@ -355,8 +366,10 @@ class SOPRCLoss(ScoreMemory):
             if queries.layout is None:
                 penalty = self.semi_variance.of_scores(*queries.matrix)
             else:
+                # A class of labels out of range has pairs here, as any other; the panels of the loss leave it out.
+                panels = queries.panels if self.check_label_range else None
                 penalty = self.semi_variance.of_layout(
-                    embeddings, queries.layout, queries.count, queries.panels
+                    embeddings, queries.layout, queries.layout.query_count, panels
                 )
             terms["semi_variance_loss"] = {"losses": self.w_var * penalty, "indices": None}
         commit()

@@ -92,7 +92,7 @@ class Panel(NamedTuple):
 
 # Ranks, scores and slopes, against the negatives and against the positives, their gradients, and what a function of
 # them needs: numbers that are held for each pair of a panel.
-NUMBERS_PER_PAIR = 16
+NUMBERS_PER_PAIR = 32
 
 
 @dataclass(frozen=True)
