@@ -68,6 +68,22 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+# Types of devices on which torch lacks nothing that a loss uses.
+COMPLETE = ("cpu", "cuda", "meta")
+
+
+def is_complete(device: torch.device) -> bool:
+    """Whether torch has the operators and dtypes there that are not everywhere: float64, `segment_reduce`, and sums of
+    int64 at given places. Apple's MPS lacks all three, Intel's XPU some of them, depending on device and version.
+    """
+    return device.type in COMPLETE
+
+
+def widest(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of long sums over values that are computed in `dtype`: float64 where the device is sure to have it."""
+    return torch.float64 if is_complete(device) else accumulation_dtype(dtype)
+
+
 def upcast(tensor: Tensor) -> Tensor:
     """`tensor` in the dtype it is computed in; the same tensor where it has that dtype."""
     return tensor.to(accumulation_dtype(tensor.dtype))

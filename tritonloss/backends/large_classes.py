@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tritonloss.layout import Positives
+from tritonloss.types import is_complete
 
 ENVIRONMENT_VARIABLE = "TRITONLOSS_LARGE_CLASSES"
 
@@ -66,7 +67,7 @@ def _largest_ratio(order: int) -> float:
         for k, a in enumerate(slope):
             polynomial[k + 2] -= a
         if derivative >= order:
-            y = torch.linspace(0, 1, 20001, dtype=torch.float64)[1:-1]
+            y = torch.linspace(0, 1, 20001, dtype=torch.float64, device="cpu")[1:-1]
             value = sum((a * y**k for k, a in enumerate(polynomial)), torch.zeros_like(y))
             scale = y if derivative == order else y * (1 - y)
             largest.append(float((value / scale).abs().max()))
@@ -188,7 +189,7 @@ def enabled() -> bool:
 
 def may_pay(n_keys: int, width: int, surrogate: str, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether either algorithm may serve and could cost less than the direct loop, for some range of the scores."""
-    if not enabled():
+    if not (enabled() and is_complete(device)):
         return False
     kind = "cuda" if device.type == "cuda" else "cpu"
     if surrogate == "one_side_huber":

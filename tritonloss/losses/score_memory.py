@@ -140,8 +140,8 @@ class ScoreMemory(nn.Module):
         if self.update == "last":
             seen = torch.cumsum(is_fresh, 0)
             is_fresh = is_fresh & (seen == seen[torch.cumsum(length, 0)[run] - 1])
-        n_fresh = segment_sum(is_fresh.to(phi.dtype), length)
-        total = segment_sum(torch.where(is_fresh[:, None], phi, 0), length)
+        n_fresh = segment_sum(is_fresh.to(phi.dtype), run, length)
+        total = segment_sum(torch.where(is_fresh[:, None], phi, 0), run, length)
         return (total / n_fresh.clamp(min=1)[:, None])[run], (n_fresh > 0)[run]
 
     def _apply(self, fn: Any, recurse: bool = True) -> ScoreMemory:

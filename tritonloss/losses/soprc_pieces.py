@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonloss.losses.base import check_choice, check_count, check_numbers
-from tritonloss.types import upcast
+from tritonloss.types import upcast, widest
 
 Grid: TypeAlias = Literal["midpoint", "left", "authors", "linear"]
 MemoryUpdate: TypeAlias = Literal["mean", "last"]
@@ -68,13 +68,18 @@ def interpolate_scores(
     return entries.reshape(*scores.shape[:-1], size)
 
 
+def _wide(class_counts: Sequence[int] | Tensor) -> Tensor:
+    counts = class_counts if isinstance(class_counts, Tensor) else torch.tensor(class_counts, device="cpu")
+    return counts.to(widest(torch.float32, counts.device))
+
+
 def exact_prior(class_counts: Sequence[int] | Tensor, *, retrieval: bool = True) -> Tensor:
     """The share of positives among the candidates of a query of each class [C], float32.
 
     class_counts: [C], how many examples of each class the data set has, >= 1. retrieval: the query is an example
     itself, (n_c - 1) / (N - 1), at least 1 / (N - 1); without it n_c / N. Eq. 1's pi.
     """
-    counts = torch.as_tensor(class_counts).to(torch.float64)
+    counts = _wide(class_counts)
     if retrieval:
         return ((counts - 1).clamp(min=1) / (counts.sum() - 1)).float()
     return (counts / counts.sum()).float()
@@ -86,7 +91,7 @@ def scaled_prior(class_counts: Sequence[int] | Tensor, *, prior_max: float = 0.1
     class_counts: [C], how many examples of each class the data set has. The authors' prior_max is 0.1 for iNaturalist
     and VehicleID and 0.01 for SOP.
     """
-    counts = torch.as_tensor(class_counts).to(torch.float64)
+    counts = _wide(class_counts)
     return (prior_max * counts / counts.max()).float()
 
 

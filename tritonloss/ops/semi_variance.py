@@ -143,7 +143,7 @@ class _Means:
         self.rows, self.is_query = rows, (count > 0).to(rows.dtype)[:, None]
         run, lengths = runs(start)
         self.queries = rows * self.is_query
-        sums = segment_sum(self.queries, lengths)
+        sums = segment_sum(self.queries, run, lengths)
         self.class_sums, self.all_queries, self.all_rows = sums[run], self.queries.sum(0), rows.sum(0)
         own = sums.square().sum()
         totals = torch.stack(
