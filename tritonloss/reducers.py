@@ -1,11 +1,12 @@
 """Reducers: from the named terms of a loss to one scalar."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from tritonloss.absent import attributes_of
 from tritonloss.types import LossDict, LossTerm, accumulation_dtype, upcast
 
 
@@ -211,3 +212,9 @@ def _scalar(reducer: object, result: Any) -> Tensor:
 
 def _add(values: list[Tensor]) -> Tensor:
     return torch.stack(values).sum()
+
+
+if not TYPE_CHECKING:
+    __getattr__ = attributes_of(
+        __name__, ["BaseReducer", "MeanReducer", "DivisorReducer", "MultipleReducers"]
+    )

@@ -18,13 +18,13 @@ from tritonloss.losses.base import (
     PerQueryLoss,
     check_bounds,
     check_choice,
+    check_count,
     check_embeddings,
     check_labels,
     full_precision,
     mean_of_queries,
     output_dtype,
 )
-from tritonloss.losses.histogram import check_num_bins
 from tritonloss.ops import Counting, histogram_values, register_histogram_function, running_sum
 from tritonloss.types import PairIndices, Reduction, TripletIndices, accumulation_dtype, upcast
 
@@ -57,9 +57,9 @@ def fastap_loss(
     """
     check_embeddings(embeddings, "embeddings")
     check_labels(labels, embeddings, "labels")
-    check_num_bins(num_bins)
+    num_bins = check_count("num_bins", num_bins)
     check_choice("reduction", reduction, Reduction)
-    check_bounds(memory_budget=memory_budget)
+    (memory_budget,) = check_bounds(memory_budget=memory_budget)
     with full_precision(embeddings):
         options = num_bins, LpDistance(power=2), memory_budget
         mean = reduction == "mean"
@@ -117,8 +117,8 @@ class FastAPLoss(PerQueryLoss):
         memory_budget: int | None = None,
         **options: Unpack[LossOptions],
     ) -> None:
-        check_num_bins(num_bins)
-        check_bounds(memory_budget=memory_budget)
+        num_bins = check_count("num_bins", num_bins)
+        (memory_budget,) = check_bounds(memory_budget=memory_budget)
         super().__init__(**options)
         if not is_euclidean(self.distance):
             raise TypeError(

@@ -97,11 +97,11 @@ class RankingLoss(PerQueryLoss):
         **options: Unpack[LossOptions],
     ) -> None:
         check_positive(temperature=temperature)
-        check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
+        bounds = check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
         super().__init__(**options)
         require_cosine(type(self).__name__, self.distance)
         self.temperature = temperature
-        self.max_class_size, self.memory_budget = max_class_size, memory_budget
+        self.max_class_size, self.memory_budget = bounds
 
     def of_pairs(self, pairs: Pairs) -> Any:
         """The loss of each query [q], of the `tritonloss.ops.Pairs` of q queries; 0 for a query without a pair.
@@ -145,6 +145,7 @@ def cosine_ranking(
     positive_ranks: bool = False,
 ) -> Ranking:
     """The options of the primitive for cosines."""
+    max_class_size, memory_budget = check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
     return Ranking(surrogate, temperature, positive_ranks, max_class_size, 1, memory_budget, normalize=True)
 
 
@@ -158,7 +159,6 @@ def loss_of_ranks(
     check_embeddings(embeddings, "embeddings")
     check_labels(labels, embeddings, "labels")
     check_choice("reduction", reduction, Reduction)
-    check_bounds(max_class_size=ranked.ranking.max_class_size, memory_budget=ranked.ranking.memory_budget)
     with full_precision(embeddings):
         if reduction == "none":
             loss, _ = ranked_values(embeddings, labels, ranked)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from tritonloss.backends import selected_backend
 from tritonloss.layout import ClassLayout
 from tritonloss.losses.base import (
     check_arguments,
+    check_bounds,
     check_choice,
     check_embeddings,
     check_labels,
@@ -153,6 +154,8 @@ class SOPRCLoss(ScoreMemory):
             similarity, and v belongs to the class.
         `criterion(scores, targets)`: binary classification, scores [B] of any floating dtype, targets [B], above 0
             where positive, num_classes 1: one query. Or multi-label, [B, C] each and num_classes C: a query a column.
+            Logits [B, C] of a classifier with class indices [B] would be taken for embeddings with labels: give
+            `torch.nn.functional.one_hot(labels, C)` as targets.
         `criterion(scores, positives=mask, negatives=mask, classes=...)`: scores [Q, N] and bool masks [Q, N], a query
             a row; classes [Q] says whose v it uses and may be left out where num_classes is 1 or Q.
 
@@ -185,11 +188,14 @@ class SOPRCLoss(ScoreMemory):
             positives down, by up to 1 / (2 tau2), wherever a remembered score is near.
         use_memory: without it, v is the phi of the query in this call (rows 1 and 2 of Table 2), and no state is kept.
         average: "macro", of the queries' means; "micro", of all pairs (Eq. 8 has one query).
-        w_var: weight of Eq. 9; 0 leaves it out (row 3 of Table 2).
+        w_var: weight of Eq. 9; 0 leaves it out (row 3 of Table 2). None is 1 for embeddings and 0 for scores: Eq. 9 is
+            quadratic in the scale of the scores, and assumes a fixed range such as [-1, 1]. Of logits, whose scale is
+            free, it would outweigh the loss; give a weight for cosines or probabilities.
         var_weights, var_normalize, var_detach_mean: of Eq. 9, see `SemiVarianceRegularizer`.
         max_class_size: a bound of the class sizes of a batch of embeddings in place of the host sync, as for `PNPLoss`.
         check_label_range: compare labels with num_classes, one host sync on CUDA; without it, a row whose label is out
-            of range is no query, and a negative of all others.
+            of range is no query, and a negative of all others. The same for targets that are NaN: an error, and
+            without the check neither positive nor negative.
         memory_budget: bytes that similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU and a
             sixteenth of the device's memory on CUDA.
 
@@ -227,7 +233,7 @@ class SOPRCLoss(ScoreMemory):
         tpr_grad: bool = False,
         use_memory: bool = True,
         average: Average = "macro",
-        w_var: float = 1,
+        w_var: float | None = None,
         var_weights: Sequence[float] = (1.0, 5.0),
         var_normalize: Normalize = "count_all",
         var_detach_mean: bool = False,
@@ -235,13 +241,16 @@ class SOPRCLoss(ScoreMemory):
         check_label_range: bool = True,
         memory_budget: int | None = None,
     ) -> None:
-        check_numbers(w_var=w_var)
-        if not w_var >= 0:
-            raise ValueError(f"w_var is {w_var}: expected at least 0")
+        if w_var is not None:
+            check_numbers(w_var=w_var)
+            if not w_var >= 0:
+                raise ValueError(f"w_var is {w_var}: expected at least 0, or None")
         super().__init__(num_classes, memory_size, beta, score_range, grid, v_init, update)
         self.options = Options(tau1, tau2, tpr_offset, tpr_grad, average)
         self.use_memory, self.w_var = use_memory, w_var
-        self.max_class_size, self.memory_budget = max_class_size, memory_budget
+        self.max_class_size, self.memory_budget = check_bounds(
+            max_class_size=max_class_size, memory_budget=memory_budget
+        )
         self.check_label_range = check_label_range
         self.semi_variance = SemiVarianceRegularizer(
             var_weights,
@@ -284,6 +293,22 @@ class SOPRCLoss(ScoreMemory):
         prior = getattr(self, "prior", None)
         if prior is not None:
             prior.copy_(self._given_prior)
+
+    if TYPE_CHECKING:
+
+        def __call__(
+            self,
+            inputs: Tensor,
+            labels: Tensor | None = None,
+            indices_tuple: IndicesTuple | None = None,
+            ref_emb: Tensor | None = None,
+            ref_labels: Tensor | None = None,
+            *,
+            positives: Tensor | None = None,
+            negatives: Tensor | None = None,
+            classes: Tensor | None = None,
+            update: bool = True,
+        ) -> Tensor: ...
 
     def forward(
         self,
@@ -337,7 +362,7 @@ class SOPRCLoss(ScoreMemory):
             assert labels is not None
             with full_precision(inputs):
                 return self._terms_of_embeddings(inputs, labels, update)
-        matrix = score_matrix(inputs, labels, positives, negatives)
+        matrix = score_matrix(inputs, labels, positives, negatives, check=self.check_label_range)
         if labels is not None:
             self._check_form(matrix[0], classes)
         with full_precision(inputs):
@@ -362,7 +387,8 @@ class SOPRCLoss(ScoreMemory):
         embeddings = upcast(embeddings)
         queries = Queries.of_embeddings(embeddings, classes, self.max_class_size, self.memory_budget)
         terms, commit = self._loss_term(queries, (-1.0, 1.0), update)
-        if self.w_var:
+        w_var = 1 if self.w_var is None else self.w_var
+        if w_var:
             if queries.layout is None:
                 penalty = self.semi_variance.of_scores(*queries.matrix)
             else:
@@ -371,7 +397,7 @@ class SOPRCLoss(ScoreMemory):
                 penalty = self.semi_variance.of_layout(
                     embeddings, queries.layout, queries.layout.query_count, panels
                 )
-            terms["semi_variance_loss"] = {"losses": self.w_var * penalty, "indices": None}
+            terms["semi_variance_loss"] = {"losses": w_var * penalty, "indices": None}
         commit()
         return terms
 
@@ -382,7 +408,7 @@ class SOPRCLoss(ScoreMemory):
         terms, commit = self._loss_term(
             Queries.of_scores(matrix, of_queries, self.memory_budget), None, update
         )
-        if self.w_var:
+        if self.w_var:  # None: 0
             penalty = self.semi_variance.of_scores(*matrix)
             terms["semi_variance_loss"] = {"losses": self.w_var * penalty, "indices": None}
         commit()

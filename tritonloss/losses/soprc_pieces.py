@@ -54,7 +54,7 @@ def interpolate_scores(
 
     Source: Wen et al., NeurIPS 2022 (arXiv 2209.13262), Algorithm 2, read so that it agrees with the authors' code.
     """
-    check_interpolation(size, grid, score_range)
+    phi = check_interpolation(size, grid, score_range)
     if not scores.shape[-1:] or scores.shape[-1] < 1:
         raise ValueError(f"scores must have shape [..., n] with n of at least 1, got {list(scores.shape)}")
     lists = upcast(scores.detach()).flatten(0, -2) if scores.ndim > 1 else upcast(scores.detach())[None]
@@ -63,9 +63,9 @@ def interpolate_scores(
         lists.sort(1).values.flatten(),
         torch.cumsum(n, 0) - n,
         n,
-        Interpolation(size, grid, score_range),
+        phi,
     )
-    return entries.reshape(*scores.shape[:-1], size)
+    return entries.reshape(*scores.shape[:-1], phi.size)
 
 
 def _wide(class_counts: Sequence[int] | Tensor) -> Tensor:
@@ -172,11 +172,15 @@ def class_prior(prior: Any, num_classes: int) -> Tensor | None:
     return values.expand(num_classes).clone()
 
 
-def check_interpolation(size: Any, grid: Any, score_range: Any) -> None:
-    check_count("memory_size", size)
+def check_interpolation(size: Any, grid: Any, score_range: Any) -> Interpolation:
+    """phi with its options as plain numbers; a range may be a tuple, a list, an array or a tensor."""
+    size = check_count("memory_size", size)
     check_choice("grid", grid, Grid)
-    if score_range is not None:
-        if not isinstance(score_range, (tuple, list)) or len(score_range) != 2:
-            raise ValueError(f"score_range must be None or (smallest, largest), got {score_range!r}")
-        if not score_range[0] < score_range[1]:
-            raise ValueError(f"score_range is {score_range}: expected the smallest score first")
+    if score_range is None:
+        return Interpolation(size, grid, None)
+    if isinstance(score_range, str) or not hasattr(score_range, "__len__") or len(score_range) != 2:
+        raise ValueError(f"score_range must be None or (smallest, largest), got {score_range!r}")
+    low, high = map(float, score_range)
+    if not low < high:
+        raise ValueError(f"score_range is {(low, high)}: expected the smallest score first")
+    return Interpolation(size, grid, (low, high))

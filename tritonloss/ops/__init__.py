@@ -1,6 +1,6 @@
 """The streamed primitives, and the passes that losses are made of."""
 
-from tritonloss.ops.class_labels import class_labels
+from tritonloss.ops.class_labels import class_labels, negative_targets
 from tritonloss.ops.library import Operator
 from tritonloss.ops.memory_rank import memory_rank
 from tritonloss.ops.proxy_logsumexp import (
@@ -59,6 +59,7 @@ __all__ = [
     "histogram_total",
     "histogram_values",
     "memory_rank",
+    "negative_targets",
     "of_histograms",
     "pair_histogram",
     "positive_scores",
