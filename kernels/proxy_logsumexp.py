@@ -4,7 +4,7 @@ Shapes: scores [rows, n_columns], a row for each proxy and a column for each emb
 multiple of 16 elements; labels [n_columns] int32, the class of each column: a row owns the columns whose class is
 first_class + row. Labels are only compared, never used as an address: any value is safe. offsets [n_columns] is added
 to every exponent: alpha * margin + ln w, -inf where a column is left out.
-n_bucket exists for the autotuner only: n_columns rounded up to a power of two.
+n_bucket exists for tuning only: n_columns rounded up to a power of two.
 """
 
 import triton

@@ -2,7 +2,7 @@
 
 Shapes: scores [rows, n_keys] with a row stride that is a multiple of 16 elements; relevant and counts [rows, width],
 contiguous. Scores are compared as they are: a NaN is above nothing, and nothing is above it.
-n_bucket and p_bucket exist for the autotuner only: n_keys and width, rounded up to a power of two.
+n_bucket and p_bucket exist for tuning only: n_keys and width, rounded up to a power of two.
 """
 
 import triton

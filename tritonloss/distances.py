@@ -42,6 +42,10 @@ class BaseDistance(nn.Module):
         self.power = power
         self.is_inverted = is_inverted
 
+    if TYPE_CHECKING:
+
+        def __call__(self, query: Tensor, ref: Tensor | None = None) -> Tensor: ...
+
     def forward(self, query: Tensor, ref: Tensor | None = None) -> Tensor:
         """Distance of every row of `query` to every row of `ref`.
 

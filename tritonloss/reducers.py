@@ -32,6 +32,10 @@ class BaseReducer(nn.Module):
     are. No terms at all give a zero in the graph of the embeddings.
     """
 
+    if TYPE_CHECKING:
+
+        def __call__(self, terms: LossDict, embeddings: Tensor, labels: Tensor | None = None) -> Tensor: ...
+
     def forward(self, terms: LossDict, embeddings: Tensor, labels: Tensor | None = None) -> Tensor:
         """The sum of the reduced terms.
 

@@ -19,6 +19,10 @@ class BaseRegularizer(nn.Module):
     A subclass defines `penalties`. Half precision is converted to float32 first. Autocast has no effect inside.
     """
 
+    if TYPE_CHECKING:
+
+        def __call__(self, tensor: Tensor) -> Tensor: ...
+
     def forward(self, tensor: Tensor) -> Tensor:
         """The mean penalty.
 

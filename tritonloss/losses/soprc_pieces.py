@@ -178,9 +178,10 @@ def check_interpolation(size: Any, grid: Any, score_range: Any) -> Interpolation
     check_choice("grid", grid, Grid)
     if score_range is None:
         return Interpolation(size, grid, None)
-    if isinstance(score_range, str) or not hasattr(score_range, "__len__") or len(score_range) != 2:
-        raise ValueError(f"score_range must be None or (smallest, largest), got {score_range!r}")
-    low, high = map(float, score_range)
+    try:
+        low, high = (float(value) for value in score_range)
+    except (TypeError, ValueError) as error:  # not two, or no numbers
+        raise ValueError(f"score_range must be None or (smallest, largest), got {score_range!r}") from error
     if not low < high:
         raise ValueError(f"score_range is {(low, high)}: expected the smallest score first")
     return Interpolation(size, grid, (low, high))
