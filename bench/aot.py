@@ -32,7 +32,7 @@ except ImportError:
 
 from tritonloss.backends import large_classes, tuning
 from tritonloss.backends.triton import INTERPRETED, KERNELS
-from tritonloss.ops.rank import SURROGATES
+from tritonloss.backends.surrogates import PLAIN, WITH_NUMBERS
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

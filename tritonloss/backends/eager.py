@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tritonloss.backends import eager_terms
 from tritonloss.backends.large_classes import Grid, grid_of_range
 from tritonloss.layout import Positives
 
@@ -116,6 +117,8 @@ def soft_rank_forward(
     With `positive_ranks` also the rank among the other positives, and its slope (if `positive_slopes` is given). The
     scores of the positives are overwritten. Returns what `soft_rank_backward` of the same block takes as `kept`.
     """
+    if surrogate not in SHIFT:
+        return eager_terms.forward(scores, positives, surrogate, ranks, slopes, positive_scores)
     # A slot without a pair is compared with 0, so that nothing it holds becomes NaN.
     positive = positives.only_pairs(torch.gather(scores, 1, positives.columns, out=positive_scores))
     # A copy without the positives would cost more than to take them out.
@@ -146,6 +149,10 @@ def soft_rank_backward(
     slopes, positive_scores, positive_slopes and `kept` are what `soft_rank_forward` wrote and returned for this block.
     grad_positive_scores: None for 0. positive_slopes and grad_positive_ranks: both or neither.
     """
+    if surrogate not in SHIFT:
+        return eager_terms.backward(
+            scores, positives, surrogate, slopes, positive_scores, grad_ranks, grad_positive_scores, grad_scores
+        )
     weight = positives.only_pairs(grad_ranks)
     own = positives.only_pairs(slopes).mul(weight).neg_()
     if grad_positive_scores is not None:

@@ -33,6 +33,7 @@ from tritonloss.ops.soft_histogram import (
 from tritonloss.ops.soft_rank import (
     Ranking,
     SoftRanks,
+    counted_total,
     rank_total,
     rank_values,
     soft_rank,
@@ -55,6 +56,7 @@ __all__ = [
     "SoftHistograms",
     "SoftRanks",
     "class_labels",
+    "counted_total",
     "distance_histogram",
     "histogram_total",
     "histogram_values",
