@@ -30,10 +30,12 @@ try:
 except ImportError:
     AttrsDescriptor = None
 
-from tritonloss.backends import large_classes, tuning
-from tritonloss.backends.triton import INTERPRETED, KERNELS
+from tritonloss.backends import large_classes, triton_logsumexp, tuning
+from tritonloss.backends.triton import INTERPRETED
+from tritonloss.backends.triton import KERNELS as OTHER_KERNELS
 from tritonloss.ops.soft_rank import SURROGATES
 
+KERNELS = {**OTHER_KERNELS, **triton_logsumexp.KERNELS}
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -52,6 +54,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "WITH_POSITIVES": (False, True),
     "ONE_TILE": (True, False),
     "DESCENDING": (False, True),
+    "MAP": ("linear", "circle"),
+    "WITH_SCORES": (True, False),
     "PER_UNIT": tuple(sorted({stencil.per_unit for stencil in large_classes.STENCILS.values()})),
     "POINTS": tuple(sorted({stencil.points for stencil in large_classes.STENCILS.values()})),
 }

@@ -15,7 +15,7 @@ MAX_PAIRS_PER_THREAD = 64
 FLOAT64_PAIRS = 512
 LANES = 32
 # What a kernel is tuned for, of those it takes.
-KEYS = ("n_bucket", "p_bucket", "SURROGATE")
+KEYS = ("n_bucket", "p_bucket", "SURROGATE", "MAP")
 
 CONFIGS: dict[str, list[dict[str, int]]] = {
     # The first is the one used without tuning.
@@ -41,6 +41,17 @@ CONFIGS: dict[str, list[dict[str, int]]] = {
         {"BLOCK_N": 1024, "num_warps": 4},
         {"BLOCK_N": 512, "num_warps": 4},
         {"BLOCK_N": 2048, "num_warps": 8},
+    ],
+    # A tile has eight rows: with 1024 columns per warp they lie in one thread, four columns wide.
+    "pair_logsumexp_forward": [
+        {"BLOCK_N": 1024, "num_warps": 1},
+        {"BLOCK_N": 2048, "num_warps": 2},
+        {"BLOCK_N": 4096, "num_warps": 4},
+    ],
+    "pair_logsumexp_backward": [
+        {"BLOCK_N": 2048, "num_warps": 4},
+        {"BLOCK_N": 1024, "num_warps": 4},
+        {"BLOCK_N": 4096, "num_warps": 4},
     ],
     "soft_histogram_forward": [
         {"BLOCK_N": 1024, "num_warps": 4},
