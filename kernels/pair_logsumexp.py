@@ -1,11 +1,11 @@
 """Forward and backward of `pair_logsumexp` on one block of scores.
 
-Shapes: scores [rows, n_columns] with a row stride that is a multiple of 16 elements. ranges [rows, 4] int64: the columns
-that are a row's positives, start .. stop - 1, and the columns that do not count for it, hidden_start .. hidden_stop - 1;
+Shapes: scores [rows, n_columns] with a row stride that is a multiple of 16 elements. ranges [rows, 4] int64: the
+columns start .. stop - 1 are a row's positives, the columns hidden_start .. hidden_stop - 1 do not count for it, and
 every other column is a negative. A hidden column is no positive.
 
-A score s becomes an exponent x by the map of its side; maps [2, 3], positives first, has scale, offset and width of each
-side, in the dtype of the scores. It is a tensor because Triton passes a Python number as float32, and because a
+A score s becomes an exponent x by the map of its side. maps [2, 3], positives first, holds scale, offset and width of
+each side, in the dtype of the scores. It is a tensor because Triton passes a Python number as float32, and because a
 temperature that is learned lies on the device. With y = scale s + offset
 
     linear:  x = y,                               slope = scale
@@ -220,7 +220,7 @@ def pair_logsumexp_backward(
     FAST_MATH: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """grad_scores [rows, n_columns]: of a side's columns slope e^(x - total) times the gradient of its total; 0 if hidden.
+    """grad_scores [rows, n_columns]: slope e^(x - total) times the gradient of the total of the side; 0 if hidden.
 
     With WITH_SCORES, the columns start + k of the positives also get grad_positive_scores[row, k] [rows, stride_pairs].
     A pure map: every element is read and written once, by one program.
@@ -249,6 +249,7 @@ def pair_logsumexp_backward(
             tl.where(is_own, own_width, width),
             MAP,
         )
+        x = tl.where(counts, x, -float("inf"))
         power = power_of_two(x - tl.where(is_own, load_total(positive, row), total), FAST_MATH)
         own_weight *= tl.load(grad_positive + row)
         grad = tl.where(is_own, own_weight, weight) * factor * power

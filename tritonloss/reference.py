@@ -261,9 +261,10 @@ def _occurrences(rows: Tensor, columns: Tensor, like: Tensor) -> Tensor:
 
 
 def _log_sum_exp(exponents: Tensor, count: Tensor) -> Tensor:
-    """ln of the sum of count e^x over each row, -inf for none: -inf is no constant of which autograd could be NaN."""
+    """ln of the sum of count e^x over each row; -inf, with derivative 0, for a sum of nothing."""
     is_empty = ~count.bool().any(1)
-    terms = torch.where(count > 0, exponents + torch.log(count.clamp(min=1)), -torch.inf)
+    weights = count.clamp(min=1).to(exponents.dtype)
+    terms = torch.where(count > 0, exponents + torch.log(weights), -torch.inf)
     total = torch.logsumexp(torch.where(is_empty[:, None], 0, terms), 1)
     return torch.where(is_empty, -torch.inf, total)
 

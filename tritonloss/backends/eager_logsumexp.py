@@ -3,9 +3,9 @@
 `ranges` [rows, 4] int64: the columns start .. stop - 1 are a row's positives, hidden_start .. hidden_stop - 1 do not
 count for it, all others are its negatives; a hidden column is no positive. What lies outside the row is cut off.
 
-`maps` [2, 3], positives first, in the dtype of the scores: the scale, offset and width of the exponent map of each side.
-With y = scale s + offset, "linear" is x = y; "circle" is x = y a with a = relu(y / |scale| + width), whose factor a is a
-constant for the gradient.
+`maps` [2, 3], positives first, in the dtype of the scores: scale, offset and width of the exponent map of each side.
+With y = scale s + offset, "linear" is x = y; "circle" is x = y a with a = relu(y / |scale| + width), and this factor is
+a constant for the gradient.
 """
 
 from typing import NamedTuple

@@ -1,13 +1,13 @@
 """The log-sum-exp losses of a query from its sums: value and derivatives in closed form.
 
-`pair_logsumexp` gives, for each query q, the logarithms of the sums over its positives and over its negatives,
-`positive` and `negative` [Q], -inf for a sum of nothing, and the `scores` of its positives [Q, P]; `is_pair` [Q, P] bool
-says which slots hold one, what the others hold is never used. A loss is a function of these; which exponents the sums
-have is told by its `*_maps`. All exponents and logarithms are natural.
+`pair_logsumexp` gives the logarithms of the sums over the positives and over the negatives of each query, `positive`
+and `negative` [Q], -inf for a sum of nothing. `scores` [Q, P] are those of its positives; `is_pair` [Q, P] bool tells
+which slots hold one, and what the others hold is never used. A loss is a function of these. Its `*_maps` tell which
+exponents are summed. All exponents and logarithms are natural.
 
-`QueryTerms` holds the sum of the loss over what it is averaged over, of each query, and how many that are: positive pairs
-(NTXent), queries above 0 (SupCon, Circle), queries with a positive (InfoNCE), queries (MultiSimilarity). So the mean over
-a batch is the sum of `values` over the sum of `count` (0 where that is 0). Its derivatives are those of `values`.
+The mean over a batch is the sum of `QueryTerms.values` over the sum of `QueryTerms.counted`, 0 where that is 0. What is
+counted: positive pairs (NTXent), queries above 0 (SupCon, Circle), queries with a positive (InfoNCE), all queries
+(MultiSimilarity).
 
 Time and memory O(Q P). Nothing here is differentiated by autograd.
 """
@@ -23,24 +23,33 @@ SideMap: TypeAlias = tuple[Number, Number, Number]
 
 
 class QueryTerms(NamedTuple):
-    """values [Q] with their derivatives by `positive` and `negative` [Q] and by `scores` [Q, P], and count [Q] int64.
+    """Values [Q], counted [Q] int64, and the derivatives of the values by `positive`, `negative` [Q], `scores` [Q, P].
 
-    A derivative by `scores` that is None is 0; where `is_pair` is False it is 0.
+    Of an NTXent query the value is the sum over its pairs. A derivative by `scores` that is None is 0; where `is_pair`
+    is False it is 0.
     """
 
     values: Tensor
-    count: Tensor
+    counted: Tensor
     grad_positive: Tensor
     grad_negative: Tensor
     grad_scores: Tensor | None
 
 
 class ExponentMaps(NamedTuple):
-    """What `pair_logsumexp` computes: the kind of map, and (scale, offset, width) of the positives and of the negatives."""
+    """The kind of exponent map, "linear" or "circle", and scale, offset and width of each side for `pair_logsumexp`."""
 
     kind: str
     positive: SideMap
     negative: SideMap
+
+    def table(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The numbers as `pair_logsumexp` takes them, [2, 3], positives first; without gradient, no host sync."""
+        numbers = [*self.positive, *self.negative]
+        if not any(isinstance(number, Tensor) for number in numbers):
+            return torch.tensor(numbers, dtype=dtype, device=device).view(2, 3)
+        parts = [torch.as_tensor(number, dtype=dtype, device=device).detach() for number in numbers]
+        return torch.stack(parts).view(2, 3)
 
 
 def softmax_maps(scale: Number) -> ExponentMaps:
@@ -70,7 +79,7 @@ def _softplus(x: Tensor) -> Tensor:
 def nt_xent_terms(
     positive: Tensor, negative: Tensor, scores: Tensor, is_pair: Tensor, *, scale: Number
 ) -> QueryTerms:
-    """softplus(negative - scale s) of each positive, summed; count: the number of positives. Equation 1 of SimCLR.
+    """softplus(negative - scale s) of each positive, summed; counted: the number of positives. Equation 1 of SimCLR.
 
     A query without a negative has a loss of 0.
     """
@@ -84,12 +93,12 @@ def nt_xent_terms(
 def sup_con_terms(
     positive: Tensor, negative: Tensor, scores: Tensor, is_pair: Tensor, *, scale: Number
 ) -> QueryTerms:
-    """ln(e^positive + e^negative) - mean of scale s, 0 without a positive; count: 1 if above 0. Equation 2 of SupCon.
+    """ln(e^positive + e^negative) - mean of scale s, 0 without a positive; counted: 1 if above 0. Equation 2 of SupCon.
 
     Of a batch without any negative pair the loss is 0 by definition, not by this function.
     """
     terms = _mean_terms(negative, scores, is_pair, scale)
-    return terms._replace(count=(terms.values > 0).to(torch.int64))
+    return terms._replace(counted=(terms.values > 0).to(torch.int64))
 
 
 def info_nce_terms(
@@ -101,13 +110,13 @@ def info_nce_terms(
     scale: Number,
     positives: str = "mean",
 ) -> QueryTerms:
-    """-ln of the softmax of the positives; count: 1 for a query with a positive.
+    """-ln of the softmax of the positives; counted: 1 for a query with a positive.
 
     positives: "mean" is the mean of -ln softmax over the positives, "sum" is -ln of the sum of their softmax.
     """
     is_query = is_pair.any(1)
     if positives == "mean":
-        return _mean_terms(negative, scores, is_pair, scale)._replace(count=is_query.to(torch.int64))
+        return _mean_terms(negative, scores, is_pair, scale)._replace(counted=is_query.to(torch.int64))
     margin = (negative - positive).masked_fill(~is_query, -torch.inf)
     weight = margin.sigmoid()
     return QueryTerms(_softplus(margin), is_query.to(torch.int64), -weight, weight, None)
@@ -140,14 +149,14 @@ def _mean_terms(negative: Tensor, scores: Tensor, is_pair: Tensor, scale: Number
 def multi_similarity_terms(
     positive: Tensor, negative: Tensor, scores: Tensor, is_pair: Tensor, *, alpha: float, beta: float
 ) -> QueryTerms:
-    """ln(1 + e^positive) / alpha + ln(1 + e^negative) / beta; count: 1. Equation 15 of Wang et al., CVPR 2019."""
+    """ln(1 + e^positive) / alpha + ln(1 + e^negative) / beta; counted: 1. Equation 15 of Wang et al., CVPR 2019."""
     values = _softplus(positive) / alpha + _softplus(negative) / beta
     count = torch.ones_like(positive, dtype=torch.int64)
     return QueryTerms(values, count, positive.sigmoid() / alpha, negative.sigmoid() / beta, None)
 
 
 def circle_terms(positive: Tensor, negative: Tensor, scores: Tensor, is_pair: Tensor) -> QueryTerms:
-    """ln(1 + e^(positive + negative)); count: 1 if above 0. Equation 6 of Sun et al., CVPR 2020.
+    """ln(1 + e^(positive + negative)); counted: 1 if above 0. Equation 6 of Sun et al., CVPR 2020.
 
     0 for a query without a positive or without a negative.
     """
