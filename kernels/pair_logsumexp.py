@@ -11,6 +11,7 @@ temperature that is learned lies on the device. With y = scale s + offset
     linear:  x = y,                               slope = scale
     circle:  x = y a,  a = relu(y / |scale| + width),  slope = scale a: the factor a is a constant for the gradient
 
+Exponents beyond 2^126 (float64: 2^1022) on either side count as infinite.
 n_bucket exists for the autotuner only: n_columns rounded up to a power of two.
 """
 
@@ -19,7 +20,7 @@ import triton.language as tl
 
 from .soft_histogram import ALIGNMENT, is_within
 from .soft_rank import row_pointer
-from .surrogates import LN_2, LOG2_E
+from .surrogates import LOG2_E
 
 # A forward tile is [TILE_ROWS, BLOCK_N / TILE_ROWS]. Peaks and sums are kept per column of the tile, whose rows lie in
 # one thread: nothing is shuffled before the row ends.
@@ -29,14 +30,16 @@ BLOCK_OWN = tl.constexpr(128)
 
 
 @triton.jit
-def power_of_two(x, FAST_MATH: tl.constexpr):
+def exponential(x, FAST_MATH: tl.constexpr):
+    # Of what an exponent lies below its peak or its total: the rounding of the product weighs as little as the power.
+    binary = x * LOG2_E
     # Without ftz the instruction is wrapped in guards that keep subnormal results.
     if FAST_MATH:
         return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [binary], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        return tl.exp2(x)
+        return tl.exp2(binary)
 
 
 @triton.jit
@@ -55,21 +58,14 @@ def meets(begin, SIZE: tl.constexpr, start, stop):
 
 @triton.jit
 def load_map(maps, WHICH: tl.constexpr):
-    """scale, and what `exponent` takes: scale and offset for exponents of 2, 1 / |scale| of the former, width."""
+    """What `exponent` takes: scale, offset, 1 / |scale|, width."""
     scale = tl.load(maps + 3 * WHICH)
-    binary = scale * LOG2_E
-    return (
-        scale,
-        binary,
-        tl.load(maps + 3 * WHICH + 1) * LOG2_E,
-        1.0 / tl.abs(binary),
-        tl.load(maps + 3 * WHICH + 2),
-    )
+    return scale, tl.load(maps + 3 * WHICH + 1), 1.0 / tl.abs(scale), tl.load(maps + 3 * WHICH + 2)
 
 
 @triton.jit
 def exponent(score, scale, offset, inverse, width, MAP: tl.constexpr):
-    """x log2(e) of the scores, and the factor by which its slope is not the scale."""
+    """x of the scores, and the factor by which its slope is not the scale."""
     y = tl.fma(score, scale, offset)
     if MAP == "circle":
         # A NaN may be lost here: y keeps it.
@@ -100,8 +96,8 @@ def sum_of_powers(
 ):
     """ln of the sum of e^x over the columns begin .. end - 1 without the skipped and the hidden ones; -inf for none."""
     DTYPE: tl.constexpr = row_scores.dtype.element_ty
-    # Peaks stay finite: an infinite exponent then makes its own power infinite, and no other one NaN.
-    LARGEST: tl.constexpr = 1.7976931348623157e308 if DTYPE == tl.float64 else 3.4028234663852886e38
+    # Peaks and their differences stay finite: an infinite exponent makes its own power infinite, and no other one NaN.
+    LARGEST: tl.constexpr = 2.0**1022 if DTYPE == tl.float64 else 2.0**126
     SIZE: tl.constexpr = ROWS * LANES
     place = tl.arange(0, ROWS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     peak = tl.full([LANES], -LARGEST, dtype=DTYPE)
@@ -120,13 +116,13 @@ def sum_of_powers(
         else:
             x, _ = exponent(tl.load(row_scores + column), scale, offset, inverse, width, MAP)
         new_peak = tl.minimum(tl.maximum(peak, tl.max(x, 0)), LARGEST)
-        power = power_of_two(x - new_peak[None, :], FAST_MATH)
-        total = total * power_of_two(peak - new_peak, FAST_MATH) + tl.sum(power, 0)
+        power = exponential(x - new_peak[None, :], FAST_MATH)
+        total = total * exponential(peak - new_peak, FAST_MATH) + tl.sum(power, 0)
         peak = new_peak
     highest = tl.max(peak, 0)
-    whole = tl.sum(total * power_of_two(peak - highest, FAST_MATH), 0)
+    whole = tl.sum(total * exponential(peak - highest, FAST_MATH), 0)
     is_empty = whole == 0
-    return tl.where(is_empty, -float("inf"), (highest + tl.log2(tl.where(is_empty, 1.0, whole))) * LN_2)
+    return tl.where(is_empty, -float("inf"), highest + tl.log(tl.where(is_empty, 1.0, whole)))
 
 
 @triton.jit(do_not_specialize=["stride_units", "n_columns", "n_bucket"])
@@ -152,7 +148,7 @@ def pair_logsumexp_forward(
     start, stop = load_range(ranges, row, n_columns, 0)
     hidden_start, hidden_stop = load_range(ranges, row, n_columns, 1)
     first = tl.full([], 0, dtype=tl.int32)
-    _, scale, offset, inverse, width = load_map(maps, 1)
+    scale, offset, inverse, width = load_map(maps, 1)
     total = sum_of_powers(
         row_scores,
         first,
@@ -171,7 +167,7 @@ def pair_logsumexp_forward(
         FAST_MATH,
     )
     tl.store(negative + row, total)
-    _, scale, offset, inverse, width = load_map(maps, 0)
+    scale, offset, inverse, width = load_map(maps, 0)
     total = sum_of_powers(
         row_scores,
         start,
@@ -194,9 +190,9 @@ def pair_logsumexp_forward(
 
 @triton.jit
 def load_total(total, row):
-    """ln of a sum, for exponents of 2. That of an empty sum is not subtracted from: 0 serves every exponent of -inf."""
+    """The logarithm of a sum. That of an empty sum is not subtracted: 0 serves every exponent of -inf."""
     value = tl.load(total + row)
-    return tl.where(value == -float("inf"), 0.0, value) * LOG2_E
+    return tl.where(value == -float("inf"), 0.0, value)
 
 
 @triton.jit(do_not_specialize=["stride_units", "grad_stride_units", "stride_pairs", "n_columns", "n_bucket"])
@@ -232,15 +228,15 @@ def pair_logsumexp_backward(
     row_grads = row_pointer(grad_scores, row, grad_stride_units)
     start, stop = load_range(ranges, row, n_columns, 0)
     hidden_start, hidden_stop = load_range(ranges, row, n_columns, 1)
-    weight, scale, offset, inverse, width = load_map(maps, 1)
-    weight *= tl.load(grad_negative + row)
+    scale, offset, inverse, width = load_map(maps, 1)
+    weight = scale * tl.load(grad_negative + row)
     total = load_total(negative, row)
     edge = meets(tile, BLOCK_N, start, stop) | meets(tile, BLOCK_N, hidden_start, hidden_stop)
     if edge | (tile + BLOCK_N > n_columns):
         inside = column < n_columns
         counts = inside & (is_within(column, hidden_start, hidden_stop) == 0)
         is_own = counts & is_within(column, start, stop)
-        own_weight, own_scale, own_offset, own_inverse, own_width = load_map(maps, 0)
+        own_scale, own_offset, own_inverse, own_width = load_map(maps, 0)
         x, factor = exponent(
             tl.load(row_scores + column, mask=counts, other=0.0),
             tl.where(is_own, own_scale, scale),
@@ -250,8 +246,8 @@ def pair_logsumexp_backward(
             MAP,
         )
         x = tl.where(counts, x, -float("inf"))
-        power = power_of_two(x - tl.where(is_own, load_total(positive, row), total), FAST_MATH)
-        own_weight *= tl.load(grad_positive + row)
+        power = exponential(x - tl.where(is_own, load_total(positive, row), total), FAST_MATH)
+        own_weight = own_scale * tl.load(grad_positive + row)
         grad = tl.where(is_own, own_weight, weight) * factor * power
         if WITH_SCORES:
             pairs = grad_positive_scores + row.to(tl.int64) * stride_pairs
@@ -259,4 +255,4 @@ def pair_logsumexp_backward(
         tl.store(row_grads + column, tl.where(counts, grad, 0.0), mask=inside)
     else:
         x, factor = exponent(tl.load(row_scores + column), scale, offset, inverse, width, MAP)
-        tl.store(row_grads + column, weight * factor * power_of_two(x - total, FAST_MATH))
+        tl.store(row_grads + column, weight * factor * exponential(x - total, FAST_MATH))

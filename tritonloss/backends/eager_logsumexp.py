@@ -70,9 +70,9 @@ def _log_sum_exp(x: Tensor) -> Tensor:
     """ln of the sum of e^x over each row [rows]; x is overwritten."""
     if not x.shape[1]:
         return x.new_full(x.shape[:1], -torch.inf)
-    limits = torch.finfo(x.dtype)
-    # Finite, so that an infinite exponent makes its own power infinite, and no other one NaN.
-    peak = x.amax(1).clamp_(limits.min, limits.max)
+    # Finite, so that an infinite exponent makes its own power infinite, and no other one NaN; the bound of the kernels.
+    largest = 2.0**1022 if x.dtype == torch.float64 else 2.0**126
+    peak = x.amax(1).clamp_(-largest, largest)
     return x.sub_(peak[:, None]).exp_().sum(1).log_().add_(peak)
 
 
@@ -102,7 +102,7 @@ def _weighted_slopes(
 ) -> Tensor:
     """The derivative of the scores for the gradient `grad` [rows] of the logarithms `total` [rows] of the sums."""
     x, factor = _exponents(scores, numbers, exponent_map, out)
-    # The logarithm of an empty sum is not subtracted from: 0 serves every exponent of -inf.
+    # The logarithm of an empty sum is not subtracted: 0 serves every exponent of -inf.
     x.sub_(total.masked_fill(total == -torch.inf, 0)[:, None]).exp_()
     if factor is not None:
         x.mul_(factor)
