@@ -120,7 +120,7 @@ def sum_of_powers(
         total = total * exponential(peak - new_peak, FAST_MATH) + tl.sum(power, 0)
         peak = new_peak
     highest = tl.max(peak, 0)
-    # No plain product: fused with the first addition of the sum, it is rounded by one of two lanes and not by the other.
+    # No plain product: fused with the first addition of the sum, it would be rounded by one of two lanes only.
     whole = tl.sum(tl.fma(total, exponential(peak - highest, FAST_MATH), 0.0), 0)
     is_empty = whole == 0
     return tl.where(is_empty, -float("inf"), highest + tl.log(tl.where(is_empty, 1.0, whole)))
