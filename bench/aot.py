@@ -30,12 +30,12 @@ try:
 except ImportError:
     AttrsDescriptor = None
 
-from tritonloss.backends import large_classes, triton_metrics, tuning
+from tritonloss.backends import large_classes, triton_logsumexp, triton_metrics, tuning
 from tritonloss.backends.triton import INTERPRETED
 from tritonloss.backends.triton import KERNELS as LOSS_KERNELS
 from tritonloss.ops.rank import SURROGATES
 
-KERNELS = {**LOSS_KERNELS, **triton_metrics.KERNELS}
+KERNELS = {**LOSS_KERNELS, **triton_metrics.KERNELS, **triton_logsumexp.KERNELS}
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -55,6 +55,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "ONE_TILE": (True, False),
     "DESCENDING": (False, True),
     "STRICT": (True, False),
+    "MAP": ("linear", "circle"),
+    "WITH_SCORES": (True, False),
     "PER_UNIT": tuple(sorted({stencil.per_unit for stencil in large_classes.STENCILS.values()})),
     "POINTS": tuple(sorted({stencil.points for stencil in large_classes.STENCILS.values()})),
 }

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tritonloss.distances import CosineSimilarity, Distance
+from tritonloss.types import IndicesTuple
 
 
 def pnp(
@@ -228,3 +229,162 @@ def _node_masses(place: Tensor, num_bins: int) -> Tensor:
     upper = place[..., None] - bin_
     node = torch.arange(num_bins + 1, device=place.device)
     return torch.where(node == bin_, 1 - upper, 0) + torch.where(node == bin_ + 1, upper, 0)
+
+
+def _pairs(
+    embeddings: Tensor,
+    labels: Tensor | None,
+    ref_emb: Tensor | None,
+    ref_labels: Tensor | None,
+    indices_tuple: IndicesTuple | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cosine similarity [Q, N], and how often each (query, key) is a positive and a negative pair, [Q, N] int64.
+
+    Without `ref_emb` the keys are the queries, and no row is a positive of itself. With mined indices the pairs are
+    those of the tuple.
+    """
+    keys = embeddings if ref_emb is None else ref_emb
+    s = F.normalize(embeddings, dim=1) @ F.normalize(keys, dim=1).T
+    if indices_tuple is not None:
+        anchors, positives = indices_tuple[0], indices_tuple[1]
+        others, negatives = (anchors, indices_tuple[2]) if len(indices_tuple) == 3 else indices_tuple[2:]
+        return s, _occurrences(anchors, positives, s), _occurrences(others, negatives, s)
+    assert labels is not None
+    same = labels[:, None] == (labels if ref_labels is None else ref_labels)
+    positive = same & ~torch.eye(len(same), dtype=torch.bool, device=s.device) if ref_emb is None else same
+    return s, positive.to(torch.int64), (~same).to(torch.int64)
+
+
+def _occurrences(rows: Tensor, columns: Tensor, like: Tensor) -> Tensor:
+    count = torch.zeros_like(like, dtype=torch.int64)
+    return count.index_put_((rows, columns), torch.ones_like(rows, dtype=torch.int64), accumulate=True)
+
+
+def _log_sum_exp(exponents: Tensor, count: Tensor) -> Tensor:
+    """ln of the sum of count e^x over each row; -inf, with derivative 0, for a sum of nothing."""
+    is_empty = ~count.bool().any(1)
+    weights = count.clamp(min=1).to(exponents.dtype)
+    terms = torch.where(count > 0, exponents + torch.log(weights), -torch.inf)
+    total = torch.logsumexp(torch.where(is_empty[:, None], 0, terms), 1)
+    return torch.where(is_empty, -torch.inf, total)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    """ln(1 + e^x); 0, with derivative 0, for -inf."""
+    is_empty = x == -torch.inf
+    return torch.where(is_empty, 0, -F.logsigmoid(-torch.where(is_empty, 0, x)))
+
+
+def nt_xent(
+    embeddings: Tensor,
+    labels: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 0.07,
+    ref_emb: Tensor | None = None,
+    ref_labels: Tensor | None = None,
+    indices_tuple: IndicesTuple | None = None,
+) -> Tensor:
+    """The NTXent loss of each positive pair [M], by query, then by key; a pair that was mined twice occurs twice.
+
+    embeddings: [Q, D]. labels: [Q] integer. ref_emb: [N, D], ref_labels: [N] integer; None takes the queries, without
+    the pairs of a row with itself. A query without a negative has a loss of 0.
+    """
+    s, positive, negative = _pairs(embeddings, labels, ref_emb, ref_labels, indices_tuple)
+    logits = s / temperature
+    above = _log_sum_exp(logits, negative)
+    query, key = positive.nonzero(as_tuple=True)
+    losses = _softplus(above[query] - logits[query, key])
+    return losses.repeat_interleave(positive[query, key])
+
+
+def sup_con(
+    embeddings: Tensor,
+    labels: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 0.1,
+    ref_emb: Tensor | None = None,
+    ref_labels: Tensor | None = None,
+    indices_tuple: IndicesTuple | None = None,
+) -> Tensor:
+    """The SupCon loss of each query [Q]; 0 without a positive, and for all where the batch has no negative pair.
+
+    Arguments as for `nt_xent`; a pair that was mined twice counts once.
+    """
+    s, positive, negative = _pairs(embeddings, labels, ref_emb, ref_labels, indices_tuple)
+    logits = s / temperature
+    is_positive, is_counted = positive > 0, positive + negative > 0
+    total = _log_sum_exp(logits, is_counted)
+    log_probability = torch.where(is_positive, logits - torch.where(is_positive.any(1), total, 0)[:, None], 0)
+    losses = -log_probability.sum(1) / is_positive.sum(1).clamp(min=1)
+    return losses * negative.bool().any()
+
+
+def multi_similarity(
+    embeddings: Tensor,
+    labels: Tensor | None = None,
+    *,
+    alpha: float = 2,
+    beta: float = 50,
+    base: float = 0.5,
+    ref_emb: Tensor | None = None,
+    ref_labels: Tensor | None = None,
+    indices_tuple: IndicesTuple | None = None,
+) -> Tensor:
+    """The multi-similarity loss of each query [Q]. Arguments as for `sup_con`."""
+    s, positive, negative = _pairs(embeddings, labels, ref_emb, ref_labels, indices_tuple)
+    attraction = _softplus(_log_sum_exp(-alpha * (s - base), positive.bool()))
+    repulsion = _softplus(_log_sum_exp(beta * (s - base), negative.bool()))
+    return attraction / alpha + repulsion / beta
+
+
+def circle(
+    embeddings: Tensor,
+    labels: Tensor | None = None,
+    *,
+    m: float = 0.4,
+    gamma: float = 80,
+    ref_emb: Tensor | None = None,
+    ref_labels: Tensor | None = None,
+    indices_tuple: IndicesTuple | None = None,
+) -> Tensor:
+    """The circle loss of each query [Q]; 0 without a positive or without a negative. Arguments as for `sup_con`.
+
+    The factors of both exponents are constants for the gradient, as in the paper.
+    """
+    s, positive, negative = _pairs(embeddings, labels, ref_emb, ref_labels, indices_tuple)
+    attraction = -gamma * torch.relu(1 + m - s.detach()) * (s - (1 - m))
+    repulsion = gamma * torch.relu(s.detach() + m) * (s - m)
+    return _softplus(_log_sum_exp(attraction, positive.bool()) + _log_sum_exp(repulsion, negative.bool()))
+
+
+def info_nce(
+    embeddings: Tensor,
+    labels: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 0.05,
+    positives: str = "mean",
+    ref_emb: Tensor | None = None,
+    ref_labels: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The InfoNCE loss of each query [Q], 0 where it has no positive, and whether it has one [Q] bool.
+
+    positives: of several, the mean of their losses ("mean"), or one loss whose logarithm holds their sum ("sum").
+    Without labels query i belongs to key i of `ref_emb`. Other arguments as for `nt_xent`. The other direction is that
+    with keys and queries exchanged.
+    """
+    if labels is None:
+        assert ref_emb is not None
+        labels = torch.arange(len(embeddings), device=embeddings.device)
+        ref_labels = torch.arange(len(ref_emb), device=embeddings.device)
+    s, positive, negative = _pairs(embeddings, labels, ref_emb, ref_labels, None)
+    logits = s / temperature
+    is_positive = positive.bool()
+    is_query = is_positive.any(1)
+    total = _log_sum_exp(logits, positive + negative)
+    if positives == "mean":
+        chosen = torch.where(is_positive, logits, 0).sum(1) / is_positive.sum(1).clamp(min=1)
+    else:
+        chosen = _log_sum_exp(logits, is_positive)
+    return torch.where(
+        is_query, torch.where(is_query, total, 0) - torch.where(is_query, chosen, 0), 0
+    ), is_query
