@@ -72,4 +72,12 @@ LOSSES = {
         bounded={"max_class_size": 9, "check_label_range": False},
         regularized=False,
     ),
+    "NTXentLoss": LossCase(
+        lambda n_classes, dim, **options: losses.NTXentLoss(**options),
+        bounded={"max_class_size": 9},
+    ),
+    "SupConLoss": LossCase(
+        lambda n_classes, dim, **options: losses.SupConLoss(**options),
+        bounded={"max_class_size": 9},
+    ),
 }

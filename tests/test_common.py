@@ -487,6 +487,8 @@ BOUNDS = {
         *batch, torch.eye(2, dtype=torch.float64), **options
     ),
     "SOPRCLoss": None,
+    "NTXentLoss": functional.nt_xent_loss,
+    "SupConLoss": functional.sup_con_loss,
 }
 
 

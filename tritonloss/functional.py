@@ -2,21 +2,25 @@
 
 from tritonloss.losses.fastap import fastap_loss
 from tritonloss.losses.histogram import histogram_loss
+from tritonloss.losses.ntxent import nt_xent_loss
 from tritonloss.losses.pnp import pnp_loss
 from tritonloss.losses.proxy_anchor import proxy_anchor_loss
 from tritonloss.losses.smoothap import smooth_ap_loss
 from tritonloss.losses.soprc import soprc_loss, soprc_scores_loss
 from tritonloss.losses.soprc_pieces import exact_prior, interpolate_scores, scaled_prior
+from tritonloss.losses.supcon import sup_con_loss
 
 __all__ = [
     "exact_prior",
     "fastap_loss",
     "histogram_loss",
     "interpolate_scores",
+    "nt_xent_loss",
     "pnp_loss",
     "proxy_anchor_loss",
     "scaled_prior",
     "smooth_ap_loss",
     "soprc_loss",
     "soprc_scores_loss",
+    "sup_con_loss",
 ]

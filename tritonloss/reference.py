@@ -231,7 +231,7 @@ def _node_masses(place: Tensor, num_bins: int) -> Tensor:
     return torch.where(node == bin_, 1 - upper, 0) + torch.where(node == bin_ + 1, upper, 0)
 
 
-def _pairs(
+def pairs(
     embeddings: Tensor,
     labels: Tensor | None,
     ref_emb: Tensor | None,
@@ -289,7 +289,7 @@ def nt_xent(
     embeddings: [Q, D]. labels: [Q] integer. ref_emb: [N, D], ref_labels: [N] integer; None takes the queries, without
     the pairs of a row with itself. A query without a negative has a loss of 0.
     """
-    s, positive, negative = _pairs(embeddings, labels, ref_emb, ref_labels, indices_tuple)
+    s, positive, negative = pairs(embeddings, labels, ref_emb, ref_labels, indices_tuple)
     logits = s / temperature
     above = _log_sum_exp(logits, negative)
     query, key = positive.nonzero(as_tuple=True)
@@ -310,7 +310,7 @@ def sup_con(
 
     Arguments as for `nt_xent`; a pair that was mined twice counts once.
     """
-    s, positive, negative = _pairs(embeddings, labels, ref_emb, ref_labels, indices_tuple)
+    s, positive, negative = pairs(embeddings, labels, ref_emb, ref_labels, indices_tuple)
     logits = s / temperature
     is_positive, is_counted = positive > 0, positive + negative > 0
     total = _log_sum_exp(logits, is_counted)
@@ -331,7 +331,7 @@ def multi_similarity(
     indices_tuple: IndicesTuple | None = None,
 ) -> Tensor:
     """The multi-similarity loss of each query [Q]. Arguments as for `sup_con`."""
-    s, positive, negative = _pairs(embeddings, labels, ref_emb, ref_labels, indices_tuple)
+    s, positive, negative = pairs(embeddings, labels, ref_emb, ref_labels, indices_tuple)
     attraction = _softplus(_log_sum_exp(-alpha * (s - base), positive.bool()))
     repulsion = _softplus(_log_sum_exp(beta * (s - base), negative.bool()))
     return attraction / alpha + repulsion / beta
@@ -351,7 +351,7 @@ def circle(
 
     The factors of both exponents are constants for the gradient, as in the paper.
     """
-    s, positive, negative = _pairs(embeddings, labels, ref_emb, ref_labels, indices_tuple)
+    s, positive, negative = pairs(embeddings, labels, ref_emb, ref_labels, indices_tuple)
     attraction = -gamma * torch.relu(1 + m - s.detach()) * (s - (1 - m))
     repulsion = gamma * torch.relu(s.detach() + m) * (s - m)
     return _softplus(_log_sum_exp(attraction, positive.bool()) + _log_sum_exp(repulsion, negative.bool()))
@@ -376,7 +376,7 @@ def info_nce(
         assert ref_emb is not None
         labels = torch.arange(len(embeddings), device=embeddings.device)
         ref_labels = torch.arange(len(ref_emb), device=embeddings.device)
-    s, positive, negative = _pairs(embeddings, labels, ref_emb, ref_labels, None)
+    s, positive, negative = pairs(embeddings, labels, ref_emb, ref_labels, None)
     logits = s / temperature
     is_positive = positive.bool()
     is_query = is_positive.any(1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tritonloss.backends import tuning
 from tritonloss.backends.large_classes import Grid, fixed_point_unit, grid_of_limit
-from tritonloss.kernels import proxy_logsumexp, soft_histogram, soft_rank, soft_rank_grid
+from tritonloss.kernels import pair_logsumexp, proxy_logsumexp, soft_histogram, soft_rank, soft_rank_grid
 from tritonloss.kernels import self_check as check
 from tritonloss.layout import Positives
 
@@ -23,6 +23,8 @@ KERNELS = {
     "proxy_logsumexp_backward": proxy_logsumexp.proxy_logsumexp_backward,
     "soft_histogram_forward": soft_histogram.soft_histogram_forward,
     "soft_histogram_backward": soft_histogram.soft_histogram_backward,
+    "pair_logsumexp_forward": pair_logsumexp.pair_logsumexp_forward,
+    "pair_logsumexp_backward": pair_logsumexp.pair_logsumexp_backward,
     "soft_rank_spread": soft_rank_grid.soft_rank_spread,
     "soft_rank_read": soft_rank_grid.soft_rank_read,
 }

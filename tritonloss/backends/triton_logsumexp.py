@@ -8,13 +8,6 @@ from torch import Tensor
 
 from tritonloss.backends import triton as launcher
 from tritonloss.backends import tuning
-from tritonloss.kernels import pair_logsumexp
-
-KERNELS = {
-    "pair_logsumexp_forward": pair_logsumexp.pair_logsumexp_forward,
-    "pair_logsumexp_backward": pair_logsumexp.pair_logsumexp_backward,
-}
-launcher.KERNELS.update(KERNELS)
 
 
 def _arguments(

@@ -114,9 +114,10 @@ def info_nce_terms(
 
     positives: "mean" is the mean of -ln softmax over the positives, "sum" is -ln of the sum of their softmax.
     """
-    is_query = is_pair.any(1)
     if positives == "mean":
-        return _mean_terms(negative, scores, is_pair, scale)._replace(counted=is_query.to(torch.int64))
+        counted = is_pair.any(1).to(torch.int64)
+        return _mean_terms(negative, scores, is_pair, scale)._replace(counted=counted)
+    is_query = positive != -torch.inf
     margin = (negative - positive).masked_fill(~is_query, -torch.inf)
     weight = margin.sigmoid()
     return QueryTerms(_softplus(margin), is_query.to(torch.int64), -weight, weight, None)
