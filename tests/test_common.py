@@ -489,6 +489,9 @@ BOUNDS = {
     "SOPRCLoss": None,
     "NTXentLoss": functional.nt_xent_loss,
     "SupConLoss": functional.sup_con_loss,
+    "MultiSimilarityLoss": functional.multi_similarity_loss,
+    "CircleLoss": functional.circle_loss,
+    "InfoNCELoss": lambda rows, labels, **options: functional.info_nce_loss(rows, labels=labels, **options),
 }
 
 

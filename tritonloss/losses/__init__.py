@@ -2,8 +2,11 @@
 
 from tritonloss.losses.base import BaseMetricLossFunction, PerQueryLoss
 from tritonloss.losses.base_proxy import BaseProxyLoss
+from tritonloss.losses.circle import CircleLoss
 from tritonloss.losses.fastap import FastAPLoss
 from tritonloss.losses.histogram import HistogramLoss
+from tritonloss.losses.infonce import InfoNCELoss
+from tritonloss.losses.multi_similarity import MultiSimilarityLoss
 from tritonloss.losses.ntxent import NTXentLoss
 from tritonloss.losses.pairwise import PairLoss
 from tritonloss.losses.pnp import PNPLoss
@@ -17,8 +20,11 @@ from tritonloss.losses.supcon import SupConLoss
 __all__ = [
     "BaseMetricLossFunction",
     "BaseProxyLoss",
+    "CircleLoss",
     "FastAPLoss",
     "HistogramLoss",
+    "InfoNCELoss",
+    "MultiSimilarityLoss",
     "NTXentLoss",
     "PNPLoss",
     "PairLoss",

@@ -12,7 +12,10 @@ from tritonloss.types import PairIndices, TripletIndices
 
 
 class MinedSide(NamedTuple):
-    """Pairs of one kind, by query. query, key: [M] int64; scores: [M], their cosines; sizes: [Q] int64, how many each has."""
+    """Pairs of one kind, by query.
+
+    query, key: [M] int64. scores: [M], their cosines. sizes: [Q] int64, the number of pairs of each query.
+    """
 
     query: Tensor
     key: Tensor

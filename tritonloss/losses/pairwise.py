@@ -78,8 +78,9 @@ class PairRule:
 
     exponents: what is summed, and the function of the sums.
     counted: from the values [q] and the number of positives [q] of some queries to what counts in the mean, [q].
-    mined: from named pairs to the values [Q], or [M] for those of pairs.
-    dense: from embeddings, labels, reference set and indices, as `tritonloss.reference` takes them, to the values.
+    mined: from named pairs to the values [Q], or [M] for those of pairs; None if an `indices_tuple` is refused.
+    dense: from embeddings, labels, reference set and indices, as `tritonloss.reference` takes them, to the values;
+        None if the loss calls its dense form itself.
     temperature: that of all exponents if it is a tensor; then the scores that the exponents speak of are divided by it.
     of_pairs: where each positive pair has a value, of which that of the query is the sum: from the logarithm of the sum
     over the query's negatives and the exponent of each pair to its value, [M] each.
@@ -88,8 +89,8 @@ class PairRule:
 
     exponents: Exponents
     counted: Callable[[Tensor, Tensor], Tensor]
-    mined: Callable[[MinedPairs], Tensor]
-    dense: Callable[..., Tensor]
+    mined: Callable[[MinedPairs], Tensor] | None = None
+    dense: Callable[..., Tensor] | None = None
     temperature: Tensor | None = None
     of_pairs: Callable[[Tensor, Tensor], Tensor] | None = None
     needs_negatives: bool = False
@@ -149,6 +150,10 @@ class PairLoss(BaseMetricLossFunction):
         """What this loss makes of its pairs."""
         raise NotImplementedError(f"{type(self).__name__} must define rule")
 
+    def check(self, arguments: Arguments) -> None:
+        """Raise for arguments that this loss cannot use."""
+        check_reference(type(self).__name__, arguments)
+
     def compute_loss(
         self,
         embeddings: Tensor,
@@ -158,7 +163,7 @@ class PairLoss(BaseMetricLossFunction):
         ref_labels: Tensor | None,
     ) -> LossDict:
         arguments = Arguments(embeddings, labels, indices_tuple, ref_emb, ref_labels)
-        check_reference(type(self).__name__, arguments)
+        self.check(arguments)
         found = values_of(self.rule(), arguments)
         return {"loss": {"losses": found.values, "indices": found.indices}}
 
@@ -174,7 +179,7 @@ class PairLoss(BaseMetricLossFunction):
             return super().reduced_objective(embeddings, labels, indices_tuple, ref_emb, ref_labels)
         indices = check_arguments(embeddings, labels, indices_tuple, ref_emb, ref_labels)
         arguments = Arguments(embeddings, labels, indices, ref_emb, ref_labels)
-        check_reference(type(self).__name__, arguments)
+        self.check(arguments)
         with full_precision(embeddings):
             return self.mean(arguments)
 
@@ -380,6 +385,7 @@ def _mined_values(rule: PairRule, arguments: Arguments) -> LossValues:
     indices, of_pairs = arguments.indices, rule.of_pairs
     assert indices is not None
     pairs = mined_pairs(arguments.embeddings, arguments.ref_emb, indices, unique=of_pairs is None)
+    assert rule.mined is not None
     values = rule.mined(pairs)
     if of_pairs is not None:
         found = pairs.positives.query, pairs.positives.key
@@ -392,6 +398,7 @@ def _mined_values(rule: PairRule, arguments: Arguments) -> LossValues:
 def _dense_values(rule: PairRule, arguments: Arguments) -> LossValues:
     embeddings, labels, indices, ref_emb, ref_labels = arguments
     embeddings, ref_emb = upcast(embeddings), None if ref_emb is None else upcast(ref_emb)
+    assert rule.dense is not None
     values = rule.dense(embeddings, labels, ref_emb=ref_emb, ref_labels=ref_labels, indices_tuple=indices)
     positive = reference.pairs(embeddings, labels, ref_emb, ref_labels, indices)[1]
     if rule.of_pairs is None:
