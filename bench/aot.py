@@ -30,12 +30,10 @@ try:
 except ImportError:
     AttrsDescriptor = None
 
-from tritonloss.backends import large_classes, triton_metrics, tuning
-from tritonloss.backends.triton import INTERPRETED
-from tritonloss.backends.triton import KERNELS as LOSS_KERNELS
+from tritonloss.backends import large_classes, tuning
+from tritonloss.backends.triton import INTERPRETED, KERNELS
 from tritonloss.ops.rank import SURROGATES
 
-KERNELS = {**LOSS_KERNELS, **triton_metrics.KERNELS}
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),

@@ -13,7 +13,7 @@ import torch
 from checks import assert_same
 
 from tritonloss import __main__, tune, use_backend
-from tritonloss.backends import tables, triton_metrics, tuning
+from tritonloss.backends import tables, tuning
 from tritonloss.backends import triton as triton_backend
 from tritonloss.layout import Positives
 from tritonloss.losses import HistogramLoss, PNPLoss
@@ -54,7 +54,7 @@ def test_every_tile_has_a_configuration(kernel: str, itemsize: int) -> None:
 
 
 def test_every_kernel_has_configurations() -> None:
-    assert {*triton_backend.KERNELS, *triton_metrics.KERNELS} == set(tuning.CONFIGS)
+    assert set(triton_backend.KERNELS) == set(tuning.CONFIGS)
 
 
 # --- the static model ---

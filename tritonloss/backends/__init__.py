@@ -40,12 +40,13 @@ def register_backend(name: str, module: ModuleType) -> None:
     """Add a backend: after `use_backend(name)` the losses call the block functions of `module`.
 
     name: not one of ours; a name that was registered before is given the new module. "auto" never takes it.
-    module: has the six functions of `BLOCK_FUNCTIONS`, with the arguments of `tritonloss.backends.eager`; `derivatives`
-    is given only to a module with a `DERIVATIVE_BYTES`. They must serve every device and dtype that they are called
-    with, or raise. For the algorithms of large classes it needs
-    `largest_class`, `one_class`, `score_grid`, `grid_spread` and `grid_read` as well, all or none; without them classes
-    of any size go to `soft_rank_forward` and `soft_rank_backward`. The log-sum-exp losses need the two functions of
-    `LOGSUMEXP_FUNCTIONS`, with the arguments of `tritonloss.backends.eager_logsumexp`, and raise without them.
+    module: has the six functions of `BLOCK_FUNCTIONS`, with the arguments of `tritonloss.backends.eager`. What a
+    forward function returns, if not None, is given to the backward function of the same block as `kept`. They must
+    serve every device and dtype that they are called with, or raise. For the algorithms of large classes it needs
+    `largest_class`, `one_class`, `score_grid`, `grid_spread` and `grid_read` as well, all or none; without them
+    classes of any size go to `soft_rank_forward` and `soft_rank_backward`. The log-sum-exp losses need the two
+    functions of `LOGSUMEXP_FUNCTIONS`, with the arguments of `tritonloss.backends.eager_logsumexp`, and raise
+    without them.
 
     Raises ValueError for a name of ours, TypeError if the module lacks functions.
     """

@@ -13,8 +13,9 @@ from tritonloss.backends.large_classes import Grid, grid_of_range
 from tritonloss.layout import Positives
 
 # The derivatives of every (positive, key) are kept from the forward pass of a block to its backward pass up to this
-# size: to read them from the last-level cache takes less time than to compute them again; from memory, more.
-KEPT_BYTES = 32 << 20
+# size: to read them from the last-level cache takes less time than to compute them again; from memory, more. Below
+# 32 MiB glibc takes the next block from what the last one freed, and no page is new.
+KEPT_BYTES = 16 << 20
 # Positives that are compared with all keys at once; a cube of this size stays in the caches of a core.
 CUBE_BYTES = 4 << 20
 
@@ -24,48 +25,54 @@ SHIFT = {"sigmoid": 0, "one_side_huber": 1}
 SCALE = {"sigmoid": 1, "one_side_huber": 2}
 
 
-def _value_sums(lifted: Tensor, surrogate: str, out: Tensor) -> None:
-    """Write the sums of g over the last dimension into `out`; `lifted` is the difference plus SHIFT.
+def _sum_values(lifted: Tensor, surrogate: str, ranks: Tensor, slopes: Tensor | None, out: Tensor) -> None:
+    """Write the sums of g and, if `slopes` is given, of g' / SCALE over the last dimension, and g' / SCALE into `out`.
 
-    It is overwritten by what `_slope` takes. A difference of -inf counts 0.
+    lifted: the difference plus SHIFT, which is overwritten; `out` may be its memory for the sigmoid, and is another one
+    for the one-side Huber. A difference of -inf counts 0.
     """
     if surrogate == "sigmoid":
-        torch.sum(lifted.sigmoid_(), -1, out=out)
+        torch.sum(torch.sigmoid(lifted, out=out), -1, out=ranks)
+        if slopes is not None:
+            torch.sum(out.addcmul_(out, out, value=-1), -1, out=slopes)
         return
-    lifted.clamp_(min=0)
-    rise = lifted.clamp(max=1)
-    # rise (2 lifted - rise): the parabola while both are equal, the line 2 lifted - 1 above 1.
-    torch.sum(torch.lerp(rise, lifted, 2).mul_(rise), -1, out=out)
-    lifted.copy_(rise)
+    torch.clamp(lifted.clamp_(min=0), max=1, out=out)
+    if slopes is not None:
+        torch.sum(out, -1, out=slopes)
+    # out (2 lifted - out): the parabola while both are equal, the line 2 lifted - 1 above 1.
+    torch.sum(torch.lerp(out, lifted, 2, out=lifted).mul_(out), -1, out=ranks)
 
 
-def _slope(value: Tensor, surrogate: str) -> Tensor:
-    """g' / SCALE in the memory of what `_value_sums` left."""
-    return value.addcmul_(value, value, value=-1) if surrogate == "sigmoid" else value
-
-
-def _slope_of_difference(lifted: Tensor, surrogate: str) -> Tensor:
+def _slope(lifted: Tensor, surrogate: str) -> Tensor:
     """g' / SCALE of the difference plus SHIFT, in its memory."""
-    return _slope(lifted.sigmoid_(), surrogate) if surrogate == "sigmoid" else lifted.clamp_(0, 1)
+    if surrogate == "sigmoid":
+        value = lifted.sigmoid_()
+        return value.addcmul_(value, value, value=-1)
+    return lifted.clamp_(0, 1)
 
 
 def _cubes(
-    columns: Tensor, positive: Tensor, surrogate: str, whole: bool, skip: bool
+    columns: Tensor, positive: Tensor, surrogate: str, skip: bool, cube: Tensor
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Differences plus SHIFT [rows, some positives, columns], of all positives at once if `whole`.
+    """Differences plus SHIFT [rows, some positives, columns], in the memory of `cube`, as many positives as it has.
 
-    skip: -inf where column p meets positive p.
+    If it has all, those of each part lie where the part is. skip: -inf where column p meets positive p.
     """
-    rows, width, n = *positive.shape, columns.shape[1]
-    step = width if whole else max(1, CUBE_BYTES // max(1, rows * n * columns.element_size()))
+    width, step = positive.shape[1], max(1, cube.shape[1])
     threshold = positive - SHIFT[surrogate] if SHIFT[surrogate] else positive
-    cube = columns.new_empty(rows, min(step, width), n)
     for first in range(0, width, step):
         part = slice(first, min(first + step, width))
         lifted = torch.sub(columns[:, None], threshold[:, part, None], out=cube[:, : part.stop - first])
         if skip:
             lifted.diagonal(first, 1, 2).fill_(-torch.inf)
         yield part, lifted
+
+
+def _new_cube(columns: Tensor, width: int) -> Tensor:
+    """Memory for the differences of as many positives as CUBE_BYTES hold, one at least."""
+    rows, n = columns.shape
+    some = max(1, CUBE_BYTES // max(1, rows * n * columns.element_size()))
+    return columns.new_empty(rows, min(some, width), n)
 
 
 def _sums(
@@ -81,14 +88,17 @@ def _sums(
 
     keep: return g' / SCALE [rows, width, columns]. skip: without column p for positive p.
     """
-    lifted = None
-    for part, lifted in _cubes(columns, positive, surrogate, keep, skip):
-        _value_sums(lifted, surrogate, ranks[:, part])
-        if slopes is not None:
-            torch.sum(_slope(lifted, surrogate), -1, out=slopes[:, part])
+    rows, width = positive.shape
+    kept = columns.new_empty(rows, width, columns.shape[1]) if keep else None
+    in_place = surrogate == "sigmoid"
+    cube = kept if kept is not None and in_place else _new_cube(columns, width)
+    spare = cube if in_place or kept is not None else torch.empty_like(cube)
+    for part, lifted in _cubes(columns, positive, surrogate, skip, cube):
+        out = kept[:, part] if kept is not None else spare[:, : lifted.shape[1]]
+        _sum_values(lifted, surrogate, ranks[:, part], None if slopes is None else slopes[:, part], out)
     if slopes is not None and SCALE[surrogate] != 1:
         slopes.mul_(SCALE[surrogate])
-    return lifted if keep else None
+    return kept
 
 
 def soft_rank_forward(
@@ -106,7 +116,8 @@ def soft_rank_forward(
     With `positive_ranks` also the rank among the other positives, and its slope (if `positive_slopes` is given). The
     scores of the positives are overwritten. Returns what `soft_rank_backward` of the same block takes as `kept`.
     """
-    positive = torch.gather(scores, 1, positives.columns, out=positive_scores)
+    # A slot without a pair is compared with 0, so that nothing it holds becomes NaN.
+    positive = positives.only_pairs(torch.gather(scores, 1, positives.columns, out=positive_scores))
     # A copy without the positives would cost more than to take them out.
     scores.scatter_(1, positives.columns, -torch.inf)
     keep = slopes is not None and positive.numel() * scores.shape[1] * scores.element_size() <= KEPT_BYTES
@@ -142,7 +153,7 @@ def soft_rank_backward(
     if kept is not None:
         torch.bmm(_scaled(weight, surrogate)[:, None], kept, out=grad_scores[:, None])
     else:
-        _add_slopes(scores, positive_scores, weight, surrogate, grad_scores.zero_())
+        _add_slopes(scores, positives.only_pairs(positive_scores), weight, surrogate, grad_scores.zero_())
     if positive_slopes is not None and grad_positive_ranks is not None:
         weight = positives.only_pairs(grad_positive_ranks)
         others = positives.only_pairs(positive_scores, -torch.inf)
@@ -160,8 +171,8 @@ def _add_slopes(
 ) -> None:
     """Add the sum over p of weight[:, p] g'(columns - positive[:, p]) to `total`; `skip`: not to column p for p."""
     weight = _scaled(weight, surrogate)
-    for part, lifted in _cubes(columns, positive, surrogate, False, skip):
-        total[:, None].baddbmm_(weight[:, None, part], _slope_of_difference(lifted, surrogate))
+    for part, lifted in _cubes(columns, positive, surrogate, skip, _new_cube(columns, positive.shape[1])):
+        total[:, None].baddbmm_(weight[:, None, part], _slope(lifted, surrogate))
 
 
 def largest_class(positives: Positives) -> int:
@@ -220,7 +231,10 @@ def grid_read(coefficients: Tensor, values: Tensor, grid: Grid) -> Tensor:
     return result
 
 
-def _own_columns(labels: Tensor, first_class: int, rows: int) -> tuple[Tensor, Tensor]:
+Own = tuple[Tensor, Tensor]
+
+
+def _own_columns(labels: Tensor, first_class: int, rows: int) -> Own:
     """Row and column [m] of the block's positives, ascending by row: each column has at most one own row."""
     columns = ((labels >= first_class) & (labels < first_class + rows)).nonzero().squeeze(1)
     own_rows, order = torch.sort(labels[columns].long() - first_class, stable=True)
@@ -234,8 +248,11 @@ def _log_one_plus_sum(peak: Tensor, total: Tensor) -> Tensor:
 
 def proxy_logsumexp_forward(
     scores: Tensor, first_class: int, labels: Tensor, offsets: Tensor, positive: Tensor, negative: Tensor
-) -> None:
-    """Write ln(1 + sum) of the own columns and of the other columns of every row into `positive`, `negative` [rows]."""
+) -> Own:
+    """Write ln(1 + sum) of the own columns and of the other columns of every row into `positive`, `negative` [rows].
+
+    Returns what `proxy_logsumexp_backward` of the same block takes as `kept`.
+    """
     own = _own_columns(labels, first_class, len(scores))
     exponent = offsets[own[1]] - scores[own]
     count = torch.bincount(own[0], minlength=len(scores))
@@ -248,6 +265,7 @@ def proxy_logsumexp_forward(
     peak = exponent.amax(1).clamp_(min=0)
     total = exponent.sub_(peak[:, None]).exp_().sum(1)
     negative.copy_(_log_one_plus_sum(peak, total))
+    return own
 
 
 def proxy_logsumexp_backward(
@@ -260,9 +278,10 @@ def proxy_logsumexp_backward(
     grad_positive: Tensor,
     grad_negative: Tensor,
     grad_scores: Tensor,
+    kept: Own | None = None,
 ) -> None:
     """Write the gradient of the block's scores into `grad_scores` [rows, N]."""
-    own = _own_columns(labels, first_class, len(scores))
+    own = _own_columns(labels, first_class, len(scores)) if kept is None else kept
     own_grad = -grad_positive[own[0]] * torch.exp(offsets[own[1]] - scores[own] - positive[own[0]])
     # In the order of the forward pass, so that a large exponent is rounded to the same number.
     torch.add(scores, offsets, out=grad_scores)
@@ -276,20 +295,19 @@ MAX_FRACTION_BITS = 52
 
 def soft_histogram_forward(
     scores: Tensor, ranges: Tensor, first_column: int, descending: bool, counts: Tensor, fractions: Tensor
-) -> None:
+) -> Tensor:
     """Add the pairs of the block to `counts` and `fractions`, [1, 2, bins + 2] or, each row to its own, [rows, ...].
 
     Positives come before negatives, the last entry counts the NaN. counts are int64, fractions float64. Both are sums
-    of integers, so that their order does not matter, on any device.
+    of integers, so that their order does not matter, on any device. Returns what `soft_histogram_backward` of the same
+    block takes as `kept`.
     """
     n_tables, _, size = counts.shape
     position = _node_position(scores, size - 2, descending).nan_to_num_(nan=size - 1)
     slot = position.to(torch.int64)
     bits = min(MAX_FRACTION_BITS, 62 - slot.numel().bit_length())
     fraction = position.frac_().mul_(2**bits).to(torch.int64)
-    _add_kind(slot, ranges, first_column, size)
-    if n_tables > 1:
-        slot += 3 * size * torch.arange(n_tables, device=slot.device)[:, None]
+    _add_table(slot, ranges, first_column, size, n_tables)
     sums = slot.new_zeros(2, n_tables * 3 * size)
     sums[0].index_add_(0, slot.view(-1), slot.new_ones(()).expand(slot.numel()))
     sums[1].index_add_(0, slot.view(-1), fraction.view(-1))
@@ -297,20 +315,30 @@ def soft_histogram_forward(
     counts += pair_count
     # In float64 before they are scaled: torch.compile of torch 2.11 scales integers in float32.
     fractions.add_(fraction_sum.to(torch.float64), alpha=2.0**-bits)
+    return slot
 
 
 def soft_histogram_backward(
-    scores: Tensor, ranges: Tensor, first_column: int, descending: bool, slopes: Tensor, grad_scores: Tensor
+    scores: Tensor,
+    ranges: Tensor,
+    first_column: int,
+    descending: bool,
+    slopes: Tensor,
+    grad_scores: Tensor,
+    kept: Tensor | None = None,
 ) -> None:
     """Write into `grad_scores` the slope of the bin of each pair; slopes: [1, 2, bins], or [rows, 2, bins]."""
     n_tables, _, n_bins = slopes.shape
-    slot = _node_position(scores, n_bins, descending).nan_to_num_(nan=0).to(torch.int64)
-    slot.clamp_(max=n_bins - 1)
-    _add_kind(slot, ranges, first_column, n_bins)
-    if n_tables > 1:
-        slot += 3 * n_bins * torch.arange(n_tables, device=slot.device)[:, None]
-    table = torch.cat([slopes, torch.zeros_like(slopes[:, :1])], 1).flatten()
-    torch.mul(table.index_select(0, slot.view(-1)).view_as(slot), scores.abs().le_(1), out=grad_scores)
+    size = n_bins + 2
+    if kept is None:
+        kept = _node_position(scores, n_bins, descending).nan_to_num_(nan=size - 1).to(torch.int64)
+        _add_table(kept, ranges, first_column, size, n_tables)
+    # The last node has the slope of the last bin, a NaN and a hidden pair have none.
+    table = slopes.new_zeros(n_tables, 3, size)
+    table[:, :2, :n_bins] = slopes
+    table[:, :2, n_bins] = slopes[:, :, -1]
+    values = table.flatten().index_select(0, kept.view(-1)).view_as(kept)
+    torch.mul(values, scores.abs().le_(1), out=grad_scores)
 
 
 def _node_position(scores: Tensor, n_bins: int, descending: bool) -> Tensor:
@@ -322,14 +350,27 @@ def _node_position(scores: Tensor, n_bins: int, descending: bool) -> Tensor:
     return position.add_(half).clamp_(0, n_bins)
 
 
-def _add_kind(slot: Tensor, ranges: Tensor, first_column: int, size: int) -> None:
-    """Add 0 for a positive, `size` for a negative, 2 `size` for a hidden pair."""
-    start, stop, hidden_start, hidden_stop = (ranges - first_column)[:, :, None].unbind(1)
-    # Most columns are negatives of every row: only those that may be something else are compared.
-    reach = torch.stack([torch.minimum(start, hidden_start).min(), torch.maximum(stop, hidden_stop).max()])
-    left, right = reach.clamp(0, slot.shape[1]).tolist()
-    slot += size
-    column = torch.arange(left, right, device=slot.device)
-    is_positive = (column >= start) & (column < stop)
+# Columns up to which all are compared with the ranges, in place of finding those that may be something else first.
+MAX_COMPARED = 512
+
+
+def _add_table(slot: Tensor, ranges: Tensor, first_column: int, size: int, n_tables: int) -> None:
+    """Add where the table of each pair begins: 0 for a positive, `size` for a negative, 2 `size` for a hidden pair.
+
+    With several tables, three of them for each row.
+    """
+    start, stop, hidden_start, hidden_stop = ranges[:, :, None].unbind(1)
+    left, right = 0, slot.shape[1]
+    if right > MAX_COMPARED:
+        reach = torch.stack(
+            [torch.minimum(start, hidden_start).min(), torch.maximum(stop, hidden_stop).max()]
+        )
+        left, right = (reach - first_column).clamp(0, right).tolist()
+    column = torch.arange(first_column + left, first_column + right, device=slot.device)
     is_hidden = (column >= hidden_start) & (column < hidden_stop)
-    slot[:, left:right] += size * (is_hidden.to(torch.int64) - (is_positive & ~is_hidden).to(torch.int64))
+    is_positive = ((column >= start) & (column < stop)).masked_fill_(is_hidden, False)
+    if n_tables > 1:
+        slot += torch.arange(size, 3 * size * n_tables, 3 * size, device=slot.device)[:, None]
+    else:
+        slot += size
+    slot[:, left:right].add_(is_hidden, alpha=size).add_(is_positive, alpha=-size)

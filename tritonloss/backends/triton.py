@@ -12,7 +12,14 @@ from torch import Tensor
 
 from tritonloss.backends import tuning
 from tritonloss.backends.large_classes import Grid, fixed_point_unit, grid_of_limit
-from tritonloss.kernels import pair_logsumexp, proxy_logsumexp, soft_histogram, soft_rank, soft_rank_grid
+from tritonloss.kernels import (
+    pair_logsumexp,
+    proxy_logsumexp,
+    rank_counts,
+    soft_histogram,
+    soft_rank,
+    soft_rank_grid,
+)
 from tritonloss.kernels import self_check as check
 from tritonloss.layout import Positives
 
@@ -27,6 +34,7 @@ KERNELS = {
     "pair_logsumexp_backward": pair_logsumexp.pair_logsumexp_backward,
     "soft_rank_spread": soft_rank_grid.soft_rank_spread,
     "soft_rank_read": soft_rank_grid.soft_rank_read,
+    "rank_counts": rank_counts.rank_counts,
 }
 # CUDA's limit for all axes of a grid but the first, as a power of two.
 MAX_GRID_AXIS = 1 << 15
@@ -190,8 +198,8 @@ def soft_rank_forward(
         "WITH_SLOPES": slopes is not None,
         "WITH_POSITIVES": positive_ranks is not None,
     }
-    tiles = triton.cdiv(positives.width, block_p)
-    grid = (len(scores), min(tiles, MAX_GRID_AXIS), triton.cdiv(tiles, MAX_GRID_AXIS))
+    tiles = -(-positives.width // block_p)
+    grid = (scores.shape[0], min(tiles, MAX_GRID_AXIS), -(-tiles // MAX_GRID_AXIS))
     _launch("soft_rank_forward", grid, arguments, scores.device)
 
 

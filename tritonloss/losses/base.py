@@ -1,6 +1,7 @@
 """What every loss shares: validation, options, named terms, and the dtype rules."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from numbers import Integral, Real
 from typing import Any, TypedDict, get_args
 
@@ -14,6 +15,7 @@ from tritonloss.reducers import MeanReducer, reduce_terms
 from tritonloss.regularizers import apply_regularizer
 from tritonloss.types import IndicesTuple, LossDict, PairIndices, TripletIndices, accumulation_dtype, upcast
 
+_AS_IT_IS = nullcontext()
 # torch has no promotion from the floating dtypes of 8 bits and below.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -254,9 +256,9 @@ def check_labels(labels: Any, embeddings: Tensor, name: str) -> None:
         raise TypeError(f"{name} must be a tensor, got {type(labels).__name__}")
     if labels.is_floating_point() or labels.is_complex():
         raise TypeError(f"{name} must be of an integer dtype or bool, got {labels.dtype}")
-    if labels.ndim != 1 or len(labels) != len(embeddings):
+    if labels.ndim != 1 or labels.shape[0] != embeddings.shape[0]:
         raise ValueError(
-            f"{name} must have shape [{len(embeddings)}], one label a row of embeddings, got {list(labels.shape)}"
+            f"{name} must have shape [{embeddings.shape[0]}], one label a row of embeddings, got {list(labels.shape)}"
         )
     if labels.device != embeddings.device:
         raise ValueError(f"{name} must be on {embeddings.device} like the embeddings, got {labels.device}")
@@ -320,9 +322,10 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
         raise ValueError(f"{name} is {value!r}: expected one of {', '.join(map(str, get_args(choices)))}")
 
 
-def full_precision(embeddings: Tensor) -> torch.autocast:
+def full_precision(embeddings: Tensor) -> AbstractContextManager[Any]:
     """Autocast off on the device of the embeddings."""
-    return torch.autocast(embeddings.device.type, enabled=False)
+    kind = embeddings.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IT_IS
 
 
 def output_dtype(embeddings: Tensor) -> torch.dtype:

@@ -98,6 +98,8 @@ class PNPLoss(RankingLoss):
         **options: Unpack[RankingOptions],
     ) -> None:
         _check_options(b, alpha, anneal, variant)
+        if "reducer" in options:
+            raise TypeError("PNPLoss takes no reducer: its one term is a scalar")
         super().__init__(anneal, **options)
         self.b, self.alpha, self.variant = b, alpha, variant
 

@@ -179,9 +179,14 @@ def ranked_values(
     else:
         layout = ClassLayout.from_labels(labels)
         count = layout.query_count
-        ranking = ranked.ranking.in_order(layout.order)
         values = rank_values(
-            embeddings, layout.start, count, ranked.function, ranking, numbers=ranked.numbers
+            embeddings,
+            layout.start,
+            count,
+            ranked.function,
+            ranked.ranking,
+            order=layout.order,
+            numbers=ranked.numbers,
         )
         if ranked.per_pair:
             values = values / count.clamp(min=1).to(values.dtype)
@@ -216,6 +221,7 @@ def ranked_mean(
         count,
         weights,
         ranked.function,
-        ranked.ranking.in_order(layout.order),
+        ranked.ranking,
+        order=layout.order,
         numbers=ranked.numbers,
     )

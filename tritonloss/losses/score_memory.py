@@ -113,10 +113,16 @@ class ScoreMemory(nn.Module):
     @torch.no_grad()
     def commit(self, classes: Tensor, memory: Tensor, moves: Tensor) -> None:
         """Write what `moved` gave. Last: nothing that raises may leave a memory that has moved."""
-        # Queries of one class write the same row, so the order of the writes does not matter.
-        rows = classes.clamp(min=0)
-        entries = torch.where(moves[:, None], memory.to(self.v.dtype), self.v[rows])
-        visits = self.visits[rows] + moves
+        if not classes.shape[0]:
+            return
+        # Queries of one class write the same row, so the order of the writes does not matter; one that does not move
+        # writes what the first that does writes, or the first row as it is.
+        rows, first = classes.clamp(min=0), moves.to(torch.int8).argmax()
+        any_moves = moves[first]
+        own = torch.where(any_moves, memory[first].to(self.v.dtype), self.v[rows[first]])
+        entries = torch.where(moves[:, None], memory.to(self.v.dtype), own)
+        rows = torch.where(moves, rows, rows[first])
+        visits = self.visits[rows] + any_moves
         self.v[rows] = entries
         self.visits[rows] = visits
 
@@ -176,8 +182,8 @@ class ScoreMemory(nn.Module):
         )
         # With assign=True torch takes the tensors of the checkpoint, whatever their dtype.
         for name, buffer in self.named_buffers(recurse=False):
-            if buffer.is_floating_point() and buffer.dtype != torch.float32:
-                setattr(self, name, buffer.to(torch.float32))
+            if buffer.is_floating_point():
+                setattr(self, name, upcast(buffer))
 
 
 def _quantiles(

@@ -250,7 +250,11 @@ class SOPRCLoss(ScoreMemory):
             max_class_size=max_class_size,
             memory_budget=memory_budget,
         )
-        self.register_buffer("prior", class_prior(prior, self.num_classes))
+        self._given_prior = class_prior(prior, self.num_classes)
+        # On the device of the other buffers, which may be the meta device.
+        self.register_buffer(
+            "prior", None if self._given_prior is None else self._given_prior.to(self.v.device)
+        )
 
     @classmethod
     def from_preset(
@@ -273,6 +277,13 @@ class SOPRCLoss(ScoreMemory):
         if name == "paper" and "memory_size" not in options:
             raise TypeError("preset 'paper' needs memory_size, the number of positives N_+ of a query")
         return cls(num_classes, **{**PRESETS[name], **options})
+
+    def reset_parameters(self) -> None:
+        """Forget everything, and take the prior that was given; what `to_empty` needs."""
+        super().reset_parameters()
+        prior = getattr(self, "prior", None)
+        if prior is not None:
+            prior.copy_(self._given_prior)
 
     def forward(
         self,
@@ -347,14 +358,18 @@ class SOPRCLoss(ScoreMemory):
 
     def _terms_of_embeddings(self, embeddings: Tensor, labels: Tensor, update: bool) -> LossDict:
         classes = class_labels(labels, self.num_classes, check=self.check_label_range)
+        # Half rows get the sum of two gradients: it is rounded once.
+        embeddings = upcast(embeddings)
         queries = Queries.of_embeddings(embeddings, classes, self.max_class_size, self.memory_budget)
         terms, commit = self._loss_term(queries, (-1.0, 1.0), update)
         if self.w_var:
             if queries.layout is None:
                 penalty = self.semi_variance.of_scores(*queries.matrix)
             else:
+                # A class of labels out of range has pairs here, as any other; the panels of the loss leave it out.
+                panels = queries.panels if self.check_label_range else None
                 penalty = self.semi_variance.of_layout(
-                    embeddings, queries.layout, queries.count, queries.panels
+                    embeddings, queries.layout, queries.layout.query_count, panels
                 )
             terms["semi_variance_loss"] = {"losses": self.w_var * penalty, "indices": None}
         commit()
@@ -480,13 +495,12 @@ class Queries:
         dtype = accumulation_dtype(self.inputs.dtype)
         return memory.detach().to(dtype)[self.classes.clamp(min=0)]
 
-    @torch.no_grad()
     def quantiles(self, phi: Interpolation) -> Tensor:
         """phi of the scores of each query's positives [Q, V], constant; 0 where there are none."""
         share, own = self._own
         size, grid, score_range = phi
-        arguments = (
-            self.inputs,
+        arguments: tuple[Any, ...] = (
+            self.inputs.detach(),
             list(self.masks),
             None if self.layout is None else self.layout.order,
             self.start[own],
@@ -533,7 +547,6 @@ class Queries:
             max_class_size=self.max_class_size,
             memory_budget=self.memory_budget,
             normalize=order is not None,
-            order=order,
         )
         return rank_total(
             self.inputs,
@@ -542,6 +555,7 @@ class Queries:
             weights,
             "soprc",
             ranking,
+            order=order,
             masks=self.masks,
             numbers=(options.tau2, options.tpr_offset, float(options.tpr_grad)),
             constants=(memory, prior, self.n_negatives),

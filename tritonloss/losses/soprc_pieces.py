@@ -156,7 +156,9 @@ def class_prior(prior: Any, num_classes: int) -> Tensor | None:
     if isinstance(prior, str):
         check_choice("prior", prior, Literal["batch"])
         return None
-    values = torch.as_tensor(prior).detach().to(torch.float32)
+    # With the device: a default one, or the meta device, has no numbers to look at.
+    device = prior.device if isinstance(prior, Tensor) else "cpu"
+    values = torch.as_tensor(prior, device=device).detach().to(torch.float32)
     if values.shape not in ((), (num_classes,)):
         raise ValueError(f"prior must be one number or have shape [{num_classes}], got {list(values.shape)}")
     if not bool(((values > 0) & (values < 1)).all()):

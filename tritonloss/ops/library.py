@@ -90,11 +90,10 @@ class Pass:
 
     def once(self, inputs: Inputs, given: Any, *options: Any) -> tuple[tuple[Tensor, ...], Gradients]:
         """The results, constant, and the gradients for `attach`. `given` is not read where no gradient is needed."""
-        needs = tuple(needs_gradient(tensor) for tensor in inputs)
-        constants = tuple(None if tensor is None else tensor.detach() for tensor in inputs)
+        needs = tuple(map(needs_gradient, inputs))
+        constants = tuple(map(_constant, inputs))
         results = self._walk(constants, given if any(needs) else (), needs, options)
-        found = zip(results[self.n_results :], needs, strict=True)
-        return results[: self.n_results], tuple(grad if need else None for grad, need in found)
+        return results[: self.n_results], tuple(map(_if_needed, results[self.n_results :], needs))
 
     def __call__(self, inputs: Inputs, *options: Any) -> tuple[Tensor, ...]:
         """The results, differentiable once, in the inputs."""
@@ -131,7 +130,10 @@ class Pass:
         left, right, *tensors = ctx.saved_tensors
         options = ctx.rebuild(tensors)
         given = [grad.contiguous() for grad in grads[: self.n_results]]
-        found = self.operator(left, right, given, *ctx.needs_input_grad[:2], *options)[self.n_results :]
+        # By the dispatcher: what traces a backward pass must see the operator, not what it does.
+        found = self.operator.overload(left, right, given, *ctx.needs_input_grad[:2], *options)[
+            self.n_results :
+        ]
         cast_back = (
             grad.to(like.dtype) if need else None
             for grad, like, need in zip(found, (left, right), ctx.needs_input_grad[:2], strict=True)
@@ -153,6 +155,11 @@ class OutsideGraph(Pass):
 
     __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
     once._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def kept_for(kept: Any) -> dict[str, Any]:
+    """The option of a backward block function for what the forward function of the block returned, if anything."""
+    return {} if kept is None else {"kept": kept}
 
 
 def _like(tensor: Tensor | None, needed: bool) -> Tensor:
@@ -198,6 +205,14 @@ def _take_tensors(options: Sequence[Any]) -> tuple[list[Tensor], Callable[[Seque
     return tensors, rebuild
 
 
+def _constant(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach()
+
+
+def _if_needed(gradient: Tensor, need: bool) -> Tensor | None:
+    return gradient if need else None
+
+
 def needs_gradient(tensor: Tensor | None) -> bool:
     """Whether autograd will ask for the gradient. Raises where the answer would be a silent 0."""
     if tensor is None:
@@ -211,7 +226,7 @@ def _refuse_transforms(tensor: Tensor) -> None:
     """torch.func and forward mode take a walk for a constant."""
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
-            f"tritonloss: the streamed backends do not serve the transforms of torch.func; {HINT}"
+            f"tritonloss: the streamed backends have no forward mode, nor other transforms of torch.func; {HINT}"
         )
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
         raise RuntimeError(f"tritonloss: the streamed backends have no forward mode derivative; {HINT}")

@@ -10,7 +10,7 @@ from torch import Tensor
 from tritonloss.backends import backend_module, selected_backend
 from tritonloss.distances import Distance, call_with_parameters, parameters_of
 from tritonloss.ops.class_labels import class_labels
-from tritonloss.ops.library import Inputs, OutsideGraph, Pass, attach
+from tritonloss.ops.library import Inputs, OutsideGraph, Pass, attach, kept_for
 from tritonloss.ops.shares import own_share
 from tritonloss.ops.sources import Called, PanelRows, Products, Rows, checked
 from tritonloss.ops.streaming import budget_bytes, rows_per_block
@@ -198,10 +198,11 @@ def _run(
         panel = slice(begin, min(begin + size, n_proxies))
         scores = source.scores(panel)
         sums = first + begin, classes, offsets, positive[panel], negative[panel]
-        module.proxy_logsumexp_forward(scores, *sums)
+        kept = module.proxy_logsumexp_forward(scores, *sums)
         if given:
             grad = source.gradient(panel)
-            module.proxy_logsumexp_backward(scores, *sums, given[0][panel], given[1][panel], grad)
+            upstream = given[0][panel], given[1][panel]
+            module.proxy_logsumexp_backward(scores, *sums, *upstream, grad, **kept_for(kept))
             source.add(panel, grad)
     # An operator returns no views.
     return positive.clone(), negative.clone(), *source.gradients()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tritonloss.backends import backend_module, large_classes
 from tritonloss.layout import Positives
-from tritonloss.ops.library import Inputs, Pass
+from tritonloss.ops.library import Inputs, Pass, kept_for
 from tritonloss.ops.sources import Products, Rows, SortedMatrix
 from tritonloss.ops.streaming import Panels
 from tritonloss.types import accumulation_dtype
@@ -121,8 +121,10 @@ def _with_gradients(
     with torch.enable_grad():
         total = (_per_query(function(leaves, *numbers), pairs) * weights).sum()
     # A scalar: given gradients make torch import sympy, 30 MiB and half a second.
-    found = iter(torch.autograd.grad(total, [leaf for leaf in wanted if leaf is not None], allow_unused=True))
-    gradients = PairGradients(*(None if leaf is None else next(found) for leaf in wanted))
+    leaf_gradients = iter(
+        torch.autograd.grad(total, [leaf for leaf in wanted if leaf is not None], allow_unused=True)
+    )
+    gradients = PairGradients(*(None if leaf is None else next(leaf_gradients) for leaf in wanted))
     return _per_query(result, pairs), gradients
 
 
@@ -166,10 +168,11 @@ class _Values:
         return gradients
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        empty = self.like.new_empty(0)
+        # An operator returns no tensor twice.
+        empty, other = self.like.new_empty(0), self.like.new_empty(0)
         if not self.parts:
-            return self.like.new_zeros(0), empty, empty
-        return (self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)), empty, empty
+            return self.like.new_zeros(0), empty, other
+        return (self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)), empty, other
 
 
 class _FlatPairs:
@@ -207,10 +210,9 @@ class _FlatPairs:
         return None
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        empty = self.like.new_empty(0)
-        # Copies: an operator returns no views.
-        found = [flat[: self.n_pairs].clone() for flat in self.flat] or [empty, empty]
-        ranks, scores, among = (*found, *[empty] * (3 - len(found)))
+        # Copies: an operator returns no views, and no tensor twice.
+        found = [flat[: self.n_pairs].clone() for flat in self.flat]
+        ranks, scores, among = found + [self.like.new_empty(0) for _ in range(3 - len(found))]
         return ranks, scores, among
 
 
@@ -260,10 +262,12 @@ def _run(
             bound,
             with_total=not (function or given),
         )
+    elif panels.count.shape[0] != last - first:
+        raise ValueError(f"panels are of {panels.count.shape[0]} queries: expected {last - first}")
     own, need = slice(first, last), any(needs)
     source: Products | SortedMatrix
     if masks:
-        source = SortedMatrix(queries[own], masks[0][own], masks[1][own], temperature, panels.height, need)
+        source = SortedMatrix(queries, masks, temperature, panels.height, own, need)
         like = source.scratch
     else:
         rows = Rows(queries, order, normalize)
@@ -324,10 +328,14 @@ def _run(
             grad,
             among_slopes if by_among is not None else None,
             None if by_among is None else by_among.expand_as(ranks).contiguous(),
-            **({} if kept is None else {"kept": kept}),
+            **kept_for(kept),
         )
+        kept = None  # before the next panel has its own
         source.add(panel, grad)
-    return *sink.results(), *source.gradients()
+    # No tensor twice; of an absent input what the fake has.
+    nothing = (torch.empty(0) if tensor is None else like.new_empty(0) for tensor in (queries, keys))
+    found = zip(source.gradients(), nothing, needs, strict=True)
+    return *sink.results(), *(grad if need else other for grad, other, need in found)
 
 
 def _fake(
@@ -385,8 +393,7 @@ def positive_scores(
     panels: of these queries. Constant. Time O(sum over panels of their rows x the keys of their classes x D).
     """
     if masks:
-        own = slice(first, last)
-        matrix = SortedMatrix(queries[own], masks[0][own], masks[1][own], 1.0, panels.height, False)
+        matrix = SortedMatrix(queries, masks, 1.0, panels.height, slice(first, last), False)
         for rows, positives in panels:
             scores = matrix.scores(rows)[:, : positives.width]
             yield rows, positives.only_pairs(scores, torch.inf)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from tritonloss.backends import backend_module, selected_backend
 from tritonloss.distances import Distance, call_with_parameters, parameters_of
-from tritonloss.ops.library import Inputs, OutsideGraph, Pass, attach
+from tritonloss.ops.library import Inputs, OutsideGraph, Pass, attach, kept_for
 from tritonloss.ops.shares import Share, own_share
 from tritonloss.ops.sources import Called, Products, Rows, checked, distance_of_rows
 from tritonloss.ops.streaming import MIN_ROWS, ROW_STRIDE_UNIT, budget_bytes, rows_per_block
@@ -424,7 +424,7 @@ class _Counter:
             for tile in tiles:
                 # The scores of a tile that is the only one are still there.
                 if scores is None or len(tiles) > 1:
-                    scores = self.source.scores(tile.rows, tile.first_key)
+                    scores, self.kept = self.source.scores(tile.rows, tile.first_key), None
                 self._add(tile, scores, slopes)
         return histograms
 
@@ -435,7 +435,8 @@ class _Counter:
         results = []
         for tile in tiles:
             if given and not function:
-                scores, grad = self.source.scores(tile.rows, tile.first_key), given[0][tile.rows]
+                scores, self.kept = self.source.scores(tile.rows, tile.first_key), None
+                grad = given[0][tile.rows]
             else:
                 tables = Tables(tile.rows.stop - tile.rows.start, self.bins, self.device)
                 scores = self._count(tile, tables)
@@ -457,7 +458,7 @@ class _Counter:
 
     def _count(self, tile: Tile, tables: "Tables") -> Tensor:
         scores = self.source.scores(tile.rows, tile.first_key)
-        self.module.soft_histogram_forward(
+        self.kept = self.module.soft_histogram_forward(
             scores, self.ranges[tile.ranges], tile.first_key, self.descending, tables.counts, tables.fractions
         )
         return scores
@@ -465,7 +466,13 @@ class _Counter:
     def _add(self, tile: Tile, scores: Tensor, slopes: Tensor) -> None:
         grad = self.source.gradient(tile.rows, tile.first_key)
         self.module.soft_histogram_backward(
-            scores, self.ranges[tile.ranges], tile.first_key, self.descending, slopes, grad
+            scores,
+            self.ranges[tile.ranges],
+            tile.first_key,
+            self.descending,
+            slopes,
+            grad,
+            **kept_for(self.kept),
         )
         self.source.add(tile.rows, grad, tile.first_key)
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,6 @@ class Ranking:
     """How queries are compared with keys; the options of `soft_rank`.
 
     normalize: divide each row by its Euclidean norm (by 1e-12 if that is larger) within the pass.
-    order: [N] int64, the original row of each row that the ranges speak of; None for the order that is given.
     """
 
     surrogate: str = "sigmoid"
@@ -41,11 +40,6 @@ class Ranking:
     score_limit: float = math.inf
     memory_budget: int | None = None
     normalize: bool = False
-    order: Tensor | None = None
-
-    def in_order(self, order: Tensor) -> "Ranking":
-        """The same for rows that the ranges find in this order [N] int64."""
-        return replace(self, order=order)
 
     def options(
         self,
@@ -54,6 +48,7 @@ class Ranking:
         start: Tensor,
         count: Tensor,
         *,
+        order: Tensor | None = None,
         function: str | QueryFunction = "",
         masks: Sequence[Tensor] = (),
         numbers: Sequence[float] = (),
@@ -61,12 +56,14 @@ class Ranking:
         panels: Panels | None = None,
     ) -> tuple[object, ...]:
         """The options of `rank_pass` for the queries `own`; start, count and constants are those of all queries."""
+        # As numbers: torch.compile takes a slice in a comprehension for a constant.
+        first, last = own.start, own.stop
         options = (
             list(masks),
-            self.order,
+            order,
             start[own],
             count[own],
-            [tensor[own] for tensor in constants],
+            [tensor.narrow(0, first, last - first) for tensor in constants] if constants else [],
             function,
             list(numbers),
             self.surrogate,
@@ -75,8 +72,8 @@ class Ranking:
             self.normalize,
             -1 if self.max_class_size is None else self.max_class_size,
             float(self.score_limit),
-            own.start,
-            own.stop,
+            first,
+            last,
             budget_bytes(queries.device, self.memory_budget),
             selected_backend(),
         )
@@ -113,10 +110,8 @@ def soft_rank(
             Q * max_class_size entries, zero past the pairs, and the device asserts the bound.
         score_limit: a bound of |s|, 1 for unit rows. The sigmoid of large classes needs it on CUDA, where the scores
             are not looked at from the host: without it they take the direct loop there. Scores beyond it give NaN.
-        sizes: of `pair_sizes`, if the caller has them already: then this call has no host sync.
         memory_budget: what the similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU, a
-            sixteenth of the device on CUDA. If all of them fit they are kept for the backward pass, else recomputed.
-            Eager keeps the derivatives instead, of a batch that is one block and where these fit, at most 16 MiB.
+            sixteenth of the device on CUDA.
 
     Returns:
         SoftRanks(ranks [M], scores [M], positive_ranks [M] or None), M = sum(count); differentiable once, in queries
@@ -208,6 +203,7 @@ def rank_values(
             callable, at which torch.compile leaves its graph.
         ranking: the options.
         keys: [N, D]; None where queries meet themselves.
+        order: [N] int64, the original row of each row that the ranges speak of; None for the order that is given.
         masks: positives and negatives [Q, N] bool of a score matrix, in place of keys.
         numbers: further arguments of the function.
         constants: tensors [Q, ...], of which the function gets the rows of its queries.
@@ -218,7 +214,7 @@ def rank_values(
 
     Time as for `soft_rank`: the walk again in the backward pass. Memory O(panel + (Q + N) D).
     """
-    if torch.compiler.is_compiling() and not isinstance(function, str):
+    if not isinstance(function, str) and torch.compiler.is_compiling():
         return _values_outside_graph(queries, start, count, function, ranking, keys=keys, **options)
     share, own = _own(queries)
     values = rank_pass(
@@ -246,7 +242,7 @@ def rank_total(
     Differentiable once. Time as for `soft_rank`, one walk for value and gradient: 2 Q N D operations of products
     without a gradient, 6 Q N D with it. Memory O(panel + (Q + N) D).
     """
-    if torch.compiler.is_compiling() and not isinstance(function, str):
+    if not isinstance(function, str) and torch.compiler.is_compiling():
         return _total_outside_graph(queries, start, count, weights, function, ranking, keys=keys, **options)
     share, own = _own(queries)
     weights = weights[own] if weights.ndim else weights

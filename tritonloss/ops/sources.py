@@ -143,7 +143,7 @@ class Products:
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """Those of queries and keys as they were given; empty where not needed."""
-        grad_queries = grad_keys = self.columns.new_empty(0)
+        grad_queries, grad_keys = self.columns.new_empty(0), self.columns.new_empty(0)
         if self.need_queries:
             grad_queries = self.queries.gradient(self.queries.zeros() if self.total is None else self.total)
         if self.keys is not None and self.total_keys is not None:
@@ -163,13 +163,14 @@ class SortedMatrix:
     """The rows of a score matrix with permuted columns: the positives of a row first, in their order, then the rest.
 
     What is neither positive nor negative becomes -inf, of which every surrogate and its derivative are exactly 0. The
-    scores are divided by `unit`.
+    scores are divided by `unit`. own: the rows that panels count from.
     """
 
     def __init__(
-        self, scores: Tensor, positives: Tensor, negatives: Tensor, unit: float, height: int, need: bool
+        self, scores: Tensor, masks: Sequence[Tensor], unit: float, height: int, own: slice, need: bool
     ) -> None:
-        self.matrix, self.positives, self.negatives, self.unit = scores, positives, negatives, unit
+        self.matrix, self.positives, self.negatives = (tensor[own] for tensor in (scores, *masks))
+        self.unit, self.own = unit, own
         self.scratch = empty_scores(height, scores.shape[1], _upcast_like(scores))
         self.scratch_grad = empty_scores(height if need else 0, scores.shape[1], self.scratch)
         self.total = (
@@ -197,12 +198,12 @@ class SortedMatrix:
     def add(self, rows: slice, grad: Tensor) -> None:
         """Write the gradient of the last panel's part of the matrix."""
         assert self.total is not None
-        torch.gather(grad, 1, self.place, out=self.total[rows])
+        torch.gather(grad, 1, self.place, out=self.total[self.own][rows])
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """That of the matrix, and nothing."""
-        nothing = self.scratch.new_empty(0)
-        return nothing if self.total is None else self.total.div_(self.unit), nothing
+        total = self.scratch.new_empty(0) if self.total is None else self.total.div_(self.unit)
+        return total, self.scratch.new_empty(0)
 
 
 class Called:
@@ -246,8 +247,7 @@ class Called:
 
     def gradients(self) -> tuple[Tensor, ...]:
         """Those of all inputs; empty where not needed."""
-        nothing = torch.empty(0)
-        return tuple(nothing if total is None else total for total in self.totals)
+        return tuple(torch.empty(0) if total is None else total for total in self.totals)
 
 
 def distance_of_rows(distance: Callable[..., Tensor], own: slice) -> Callable[..., Tensor]:

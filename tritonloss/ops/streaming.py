@@ -15,12 +15,13 @@ MEBIBYTE = 1 << 20
 # A block is written by a GEMM and read by a reduction; in the backward pass its gradient lies beside it, and two GEMMs
 # read that. Half of the last-level cache each, and most of both is still there. A larger block costs memory bandwidth
 # only; below 16 MiB, which take 8 us at 2 TB/s, the launches cost as much. So a block on CUDA is half of the L2 cache
-# (50 MB on H100) within these limits; ROCm reports the cache of one die. On the CPU that was measured, with 32 MiB of
-# last-level cache, PNP of 4096 rows takes 1.1 times as long with blocks of 2 MiB, and no less with 8 than with 4.
-BLOCK_BYTES = {"cpu": 4 * MEBIBYTE, "cuda": 64 * MEBIBYTE}
+# (50 MB on H100) within these limits; ROCm reports the cache of one die. On a CPU a block is small, because eager holds
+# the derivatives for every positive beside it; but with fewer rows than MIN_ROWS the GEMM reads its keys too often.
+BLOCK_BYTES = {"cpu": 2 * MEBIBYTE, "cuda": 64 * MEBIBYTE}
 LEAST_CUDA_BLOCK_BYTES = 16 * MEBIBYTE
-# Fewer rows than this starve the GEMM and leave multiprocessors without a program.
-MIN_ROWS = {"cpu": 16, "cuda": 64}
+# Fewer rows than this starve the GEMM and leave multiprocessors without a program. On a CPU, where a block may then be
+# twice as large, a quarter of it at any length of a row.
+MIN_ROWS = {"cpu": 64, "cuda": 64}
 # Kernels address rows in units of this many elements, which keeps loads vectorised for every N.
 ROW_STRIDE_UNIT = 16
 
@@ -49,7 +50,10 @@ def rows_per_block(rows: int, columns: int, itemsize: int, device: torch.device,
     """Rows of one block: cache-sized, never more than the budget allows."""
     kind = "cuda" if device.type == "cuda" else "cpu"
     row_bytes = max(1, columns * itemsize)
-    target = max(_block_bytes(device) // row_bytes, MIN_ROWS[kind])
+    block, least = _block_bytes(device), MIN_ROWS[kind]
+    if kind == "cpu":
+        least = max(least // 4, min(least, 2 * block // row_bytes))
+    target = max(block // row_bytes, least)
     return max(1, min(target, budget // row_bytes, rows))
 
 
@@ -88,7 +92,7 @@ class Panel(NamedTuple):
 
 # Ranks, scores and slopes, against the negatives and against the positives, their gradients, and what a function of
 # them needs: numbers that are held for each pair of a panel.
-NUMBERS_PER_PAIR = 16
+NUMBERS_PER_PAIR = 32
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,10 @@ class Panels:
     widths: list[int]
     are_full: list[bool]
     total: int = -1
+
+    def __post_init__(self) -> None:
+        if len(self.widths) != -(-self.count.shape[0] // self.height):
+            raise ValueError(f"height is {self.height}: expected {len(self.widths)} panels of it")
 
     @classmethod
     def of(
