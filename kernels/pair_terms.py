@@ -55,9 +55,7 @@ def pair_terms_forward(
         n = (tile + tl.arange(0, BLOCK_N))[None, :]
         negative = is_negative(n, begin, n_positives, n_keys)
         key = tl.load(row_scores + n, mask=negative, other=-float("inf"))
-        value, derivative = pair_term(
-            key - positive, first, second, third, fourth, SURROGATE, FAST_MATH
-        )
+        value, derivative = pair_term(key - positive, first, second, third, fourth, SURROGATE, FAST_MATH)
         rank += value
         if WITH_SLOPES:
             slope += derivative
@@ -110,9 +108,7 @@ def pair_terms_backward(
         p = (tile + tl.arange(0, BLOCK_P))[:, None]
         positive = tl.load(positives + pairs + p, mask=p < n_positives, other=0.0)
         weight = tl.load(grad_ranks + pairs + p, mask=p < n_positives, other=0.0)
-        _, derivative = pair_term(
-            key - positive, first, second, third, fourth, SURROGATE, FAST_MATH
-        )
+        _, derivative = pair_term(key - positive, first, second, third, fourth, SURROGATE, FAST_MATH)
         grad += tl.sum(weight * derivative, 0, keep_dims=True)
     tl.store(row_grad + n, grad, mask=negative)
     own = n - begin

@@ -212,7 +212,8 @@ def softplus(difference, margin: tl.constexpr, FAST_MATH: tl.constexpr):
     decay = decay_of(x, FAST_MATH)
     one_more = 1.0 + decay
     # ln(1 + y): what 1 + y has lost of y is lost by ln(1 + y) / (1 + y - 1) in the same way.
-    logarithm = tl.where(one_more == 1.0, decay, tl.log(one_more) * (decay / (one_more - 1.0)))
+    is_one = one_more == 1.0
+    logarithm = tl.where(is_one, decay, tl.log(one_more) * (decay / tl.where(is_one, 1.0, one_more - 1.0)))
     slope, _ = sigmoid(x, FAST_MATH)
     return tl.where(x <= 0, 0.0, x) + logarithm, slope
 

@@ -72,4 +72,27 @@ LOSSES = {
         bounded={"max_class_size": 9, "check_label_range": False},
         regularized=False,
     ),
+    "NTXentLoss": LossCase(
+        lambda n_classes, dim, **options: losses.NTXentLoss(**options),
+        bounded={"max_class_size": 9},
+    ),
+    "SupConLoss": LossCase(
+        lambda n_classes, dim, **options: losses.SupConLoss(**options),
+        bounded={"max_class_size": 9},
+    ),
+    "MultiSimilarityLoss": LossCase(
+        lambda n_classes, dim, **options: losses.MultiSimilarityLoss(**options),
+        needs_pair=False,
+        host_syncs=0,
+        bounded={},
+    ),
+    "CircleLoss": LossCase(
+        lambda n_classes, dim, **options: losses.CircleLoss(**options),
+        host_syncs=0,
+        bounded={},
+    ),
+    "InfoNCELoss": LossCase(
+        lambda n_classes, dim, **options: losses.InfoNCELoss(**options),
+        bounded={"max_class_size": 9},
+    ),
 }

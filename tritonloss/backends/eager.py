@@ -151,7 +151,14 @@ def soft_rank_backward(
     """
     if surrogate not in SHIFT:
         return eager_terms.backward(
-            scores, positives, surrogate, slopes, positive_scores, grad_ranks, grad_positive_scores, grad_scores
+            scores,
+            positives,
+            surrogate,
+            slopes,
+            positive_scores,
+            grad_ranks,
+            grad_positive_scores,
+            grad_scores,
         )
     weight = positives.only_pairs(grad_ranks)
     own = positives.only_pairs(slopes).mul(weight).neg_()

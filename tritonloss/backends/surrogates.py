@@ -81,9 +81,7 @@ def parse(surrogate: str) -> Surrogate:
     selection, _, text = surrogate.rpartition(":")
     name, *numbers = text.split(" ") if text else [""]
     is_plain = name in PLAIN and not numbers and not selection
-    if not is_plain and (
-        WITH_NUMBERS.get(name) != len(numbers) or selection not in ("", *SELECTIONS[1:])
-    ):
+    if not is_plain and (WITH_NUMBERS.get(name) != len(numbers) or selection not in ("", *SELECTIONS[1:])):
         known = ", ".join([*PLAIN, *(f"{other}(...)" for other in WITH_NUMBERS)])
         raise ValueError(f"surrogate is {surrogate!r}: expected one of {known}")
     return Surrogate(selection or "all", name, tuple(map(float, numbers)))

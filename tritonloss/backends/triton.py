@@ -15,6 +15,7 @@ from tritonloss.backends import tuning
 from tritonloss.backends.large_classes import Grid, fixed_point_unit, grid_of_limit
 from tritonloss.backends.surrogates import PLAIN, parse
 from tritonloss.kernels import (
+    pair_logsumexp,
     pair_terms,
     proxy_logsumexp,
     rank_counts,
@@ -34,6 +35,8 @@ KERNELS = {
     "proxy_logsumexp_backward": proxy_logsumexp.proxy_logsumexp_backward,
     "soft_histogram_forward": soft_histogram.soft_histogram_forward,
     "soft_histogram_backward": soft_histogram.soft_histogram_backward,
+    "pair_logsumexp_forward": pair_logsumexp.pair_logsumexp_forward,
+    "pair_logsumexp_backward": pair_logsumexp.pair_logsumexp_backward,
     "soft_rank_spread": soft_rank_grid.soft_rank_spread,
     "soft_rank_read": soft_rank_grid.soft_rank_read,
     "rank_counts": rank_counts.rank_counts,

@@ -16,6 +16,7 @@ from tritonloss.ops.sources import Products, Rows, SortedMatrix
 from tritonloss.ops.streaming import Panels
 from tritonloss.types import accumulation_dtype
 
+
 def check_surrogate(surrogate: str, temperature: float, positive_ranks: bool = False) -> None:
     if surrogates.parse(surrogate).selection != "all":
         raise ValueError(f"surrogate is {surrogate!r}: expected one that compares with all negatives")
