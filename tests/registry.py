@@ -65,6 +65,18 @@ LOSSES = {
         needs_pair=False,
         bounded={"check_label_range": False},
     ),
+    "RecallAtKLoss": LossCase(
+        lambda n_classes, dim, **options: losses.RecallAtKLoss((1, 2, 4), **options),
+        bounded={"max_class_size": 9},
+    ),
+    "SupAPLoss": LossCase(
+        lambda n_classes, dim, **options: losses.SupAPLoss(**options),
+        bounded={"max_class_size": 9},
+    ),
+    "TripletMarginLoss": LossCase(
+        lambda n_classes, dim, **options: losses.TripletMarginLoss(**options),
+        bounded={"max_class_size": 9},
+    ),
     "SOPRCLoss": LossCase(
         lambda n_classes, dim, **options: losses.SOPRCLoss(n_classes, memory_size=8, **options),
         opaque_labels=False,

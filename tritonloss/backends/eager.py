@@ -118,7 +118,8 @@ def soft_rank_forward(
     scores of the positives are overwritten. Returns what `soft_rank_backward` of the same block takes as `kept`.
     """
     if surrogate not in SHIFT:
-        return eager_terms.forward(scores, positives, surrogate, ranks, slopes, positive_scores)
+        eager_terms.forward(scores, positives, surrogate, ranks, slopes, positive_scores)
+        return None
     # A slot without a pair is compared with 0, so that nothing it holds becomes NaN.
     positive = positives.only_pairs(torch.gather(scores, 1, positives.columns, out=positive_scores))
     # A copy without the positives would cost more than to take them out.

@@ -1,7 +1,6 @@
 """The block functions as launches of the kernels in `tritonloss.kernels`."""
 
 import contextlib
-import itertools
 import math
 import threading
 from collections.abc import Callable
@@ -167,7 +166,7 @@ def _common(scores: Tensor, positives: Positives, surrogate: str) -> dict[str, A
     numbers: dict[str, float] = {}
     if surrogate not in PLAIN:
         _, surrogate, own = parse(surrogate)
-        numbers = dict(itertools.zip_longest(NUMBERS, own, fillvalue=0.0))
+        numbers = dict(zip(NUMBERS, (*own, 0.0, 0.0, 0.0), strict=False))
     return {
         **numbers,
         "scores": scores,

@@ -136,7 +136,8 @@ def _of_pairs(pairs: Pairs, *numbers: float) -> Any:
     """numbers: the ks, then the rank temperature of each."""
     half = len(numbers) // 2
     is_self = pairs.is_self
-    assert pairs.positive_ranks is not None and is_self is not None
+    assert pairs.positive_ranks is not None
+    assert is_self is not None
     scores, temperature = pairs.scores, pairs.temperature
     own_score = pairs.sum(torch.where(is_self, scores, 0))[:, None]
     # The ranks among the positives count the query itself.

@@ -39,13 +39,6 @@ TripletReduction = Literal["mean_nonzero", "mean", "sum", "none"]
 REDUCTIONS = {"AvgNonZeroReducer": "mean_nonzero", "MeanReducer": "mean", "SumReducer": "sum"}
 
 
-class TripletOptions(LossOptions, total=False):
-    """The options of `TripletMarginLoss`."""
-
-    max_class_size: int | None
-    memory_budget: int | None
-
-
 def triplet_margin_loss(
     embeddings: Tensor,
     labels: Tensor,
@@ -87,10 +80,7 @@ def triplet_margin_loss(
     scores = scores_of("triplet_margin_loss", LpDistance() if distance is None else distance)
     rule = Rule(scores, margin, smooth_loss, triplets, max_class_size, memory_budget)
     with full_precision(embeddings):
-        if reduction == "none":
-            loss = per_query(rule, arguments)
-        else:
-            loss = reduced(rule, arguments, reduction)
+        loss = per_query(rule, arguments) if reduction == "none" else reduced(rule, arguments, reduction)
     return loss.to(output_dtype(embeddings))
 
 
@@ -110,10 +100,10 @@ class TripletMarginLoss(BaseMetricLossFunction):
     - "semihard": for each query and positive the nearest negative that is farther than the positive, or else the
       farthest negative.
 
-    `TripletMarginLoss()(embeddings, labels)` takes embeddings [Q, D] of any floating dtype and labels [Q] of any integer
-    dtype, in any order, with classes of any size. With `ref_emb` [N, D] and `ref_labels` [N] positives and negatives are
-    rows of that set, of which none is left out. An `indices_tuple` names the triplets in place of the labels; one of
-    pairs stands for all triplets of a positive and a negative pair with the same anchor.
+    `TripletMarginLoss()(embeddings, labels)` takes embeddings [Q, D] of any floating dtype and labels [Q] of any
+    integer dtype, in any order, with classes of any size. With `ref_emb` [N, D] and `ref_labels` [N] positives and
+    negatives are rows of that set, of which none is left out. An `indices_tuple` names the triplets in place of the
+    labels; one of pairs stands for all triplets of a positive and a negative pair with the same anchor.
 
     `loss_terms`, and with it reducers other than the mean over losses above 0 (the default), the mean and the sum, get
     one loss per query, the mean over its triplets above 0; with an `indices_tuple` one per triplet.
@@ -156,11 +146,11 @@ class TripletMarginLoss(BaseMetricLossFunction):
         triplets: Triplets = "all",
         max_class_size: int | None = None,
         memory_budget: int | None = None,
-        **options: Unpack[TripletOptions],
+        **options: Unpack[LossOptions],
     ) -> None:
         if swap:
             raise ValueError(
-                "swap is True: expected False, since the distance of positive and negative is not among those of a query"
+                "swap is True: expected False, since a query has no distance between a positive and a negative"
             )
         if triplets_per_anchor != "all":
             raise ValueError(
@@ -198,7 +188,7 @@ class TripletMarginLoss(BaseMetricLossFunction):
         given, rule = self.checked(Arguments(*arguments)), self.rule()
         if given.indices is not None:
             losses, indices = listed(rule, given)
-            return {"loss": {"losses": losses, "indices": tuple(indices)}}
+            return {"loss": {"losses": losses, "indices": indices}}
         losses = per_query(rule, given) / n_above(rule, given).clamp(min=1)
         rows = torch.arange(losses.shape[0], device=losses.device)
         return {"loss": {"losses": losses, "indices": rows}}
@@ -304,7 +294,7 @@ class Batch(NamedTuple):
     queries: Tensor
     keys: Tensor | None
     start: Tensor
-    count: Tensor
+    counts: Tensor
     order: Tensor | None
     n_positives: Tensor
     n_negatives: Tensor
@@ -353,7 +343,7 @@ def reduced(rule: Rule, arguments: Arguments, reduction: str) -> Tensor:
     else:
         batch = by_labels(arguments)
         total, number = counted_total(
-            batch.queries, batch.start, batch.count, "triplets", rule.ranking, **batch.arguments
+            batch.queries, batch.start, batch.counts, "triplets", rule.ranking, **batch.arguments
         )
         # Every softplus is above 0.
         if reduction == "mean" or rule.smooth_loss:
@@ -380,7 +370,7 @@ def n_above(rule: Rule, arguments: Arguments) -> Tensor:
 
 
 def _values(batch: Batch, function: str, rule: Rule) -> Tensor:
-    values = rank_values(batch.queries, batch.start, batch.count, function, rule.ranking, **batch.arguments)
+    values = rank_values(batch.queries, batch.start, batch.counts, function, rule.ranking, **batch.arguments)
     return batch.unsort(values)
 
 

@@ -111,8 +111,8 @@ def register_query_function(
     function: called as function(pairs, *numbers) with no gradient recorded. It returns a value for each query [q], or
     for each pair [q, P], which are then summed, and a function without arguments that returns the `PairGradients`:
     under torch.compile nothing else can differentiate them. A name that was registered before is given the new one.
-    count: from the pairs, which then have slopes in inference too, to a number for each query [q] int64, such as how many
-    terms its value has: `counted_total` returns their sum.
+    count: from the pairs, which then have slopes in inference too, to a number for each query [q] int64, such as how
+    many terms its value has: `counted_total` returns their sum.
     """
     _functions[name] = function
     _counts.pop(name, None)
