@@ -8,8 +8,8 @@ from torch import Tensor
 from tritonloss.backends.surrogates import Surrogate, parse
 from tritonloss.layout import Positives
 
-# Differences that are held at once: they stay in the caches of a core.
-CUBE_BYTES = 4 << 20
+# Differences that are held at once, beside half a dozen temporaries of their size: all stay in the caches of a core.
+CUBE_BYTES = 1 << 20
 
 
 def forward(

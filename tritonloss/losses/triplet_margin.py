@@ -262,7 +262,7 @@ class Rule:
 
 def scores_of(loss: str, distance: Any) -> Scores:
     """How to compute the scores of a distance in panels, or an error."""
-    if is_cosine(distance):
+    if is_cosine(distance) or is_dot_product(distance, normalized=True):
         return Scores("dot", True)
     if is_dot_product(distance):
         return Scores("dot", False)
