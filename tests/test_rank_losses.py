@@ -33,7 +33,9 @@ def any_backend(request: pytest.FixtureRequest, clean_state: None) -> str:
     ("data", "value"), [(E1, 0.499999987895), (E3, 0.604671598574), (E3L, 0.299345499691)]
 )
 def test_golden_values_of_recall(data: Batch, value: float, any_backend: str, device: torch.device) -> None:
-    assert_close(RecallAtKLoss((1, 2))(*data.on(device)).item(), value, atol=6e-13)  # printed to twelve digits
+    assert_close(
+        RecallAtKLoss((1, 2))(*data.on(device)).item(), value, atol=6e-13
+    )  # printed to twelve digits
 
 
 @pytest.mark.parametrize(

@@ -213,9 +213,7 @@ def test_terms_are_means_of_the_queries(any_backend: str, device: torch.device) 
 
 
 @pytest.mark.parametrize("labels", [[0, 1, 2, 3], [0, 0, 0, 0]])
-def test_no_triplet_is_a_zero_with_a_graph(
-    labels: list[int], any_backend: str, device: torch.device
-) -> None:
+def test_no_triplet_is_a_zero_with_a_graph(labels: list[int], any_backend: str, device: torch.device) -> None:
     for triplets in ("all", "hard", "semihard"):
         criterion = TripletMarginLoss(triplets=triplets, reducer=MeanReducer())
         loss, grad = value_and_grad(criterion, *E1.labelled(*labels).on(device))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tritonloss.backends import eager_terms
 from tritonloss.backends.large_classes import Grid, grid_of_range
+from tritonloss.backends.surrogates import parse
 from tritonloss.layout import Positives
 
 # The derivatives of every (positive, key) are kept from the forward pass of a block to its backward pass up to this
@@ -20,22 +21,32 @@ KEPT_BYTES = 16 << 20
 # Positives that are compared with all keys at once; a cube of this size stays in the caches of a core.
 CUBE_BYTES = 4 << 20
 
-# Subtracted from the threshold of a positive, so that the surrogate of a difference is a function of this one number.
-SHIFT = {"sigmoid": 0, "one_side_huber": 1}
 # g' is what the functions below call a slope, times this.
-SCALE = {"sigmoid": 1, "one_side_huber": 2}
+SCALE = {"one_side_huber": 2}
+
+
+def _shift(surrogate: str) -> float:
+    """Subtracted from the threshold of a positive, so that the surrogate of a difference is a function of this number."""
+    if surrogate == "one_side_huber":
+        return 1
+    return parse(surrogate).numbers[0] if surrogate.startswith("hinge") else 0
 
 
 def _sum_values(lifted: Tensor, surrogate: str, ranks: Tensor, slopes: Tensor | None, out: Tensor) -> None:
     """Write the sums of g and, if `slopes` is given, of g' / SCALE over the last dimension, and g' / SCALE into `out`.
 
-    lifted: the difference plus SHIFT, which is overwritten; `out` may be its memory for the sigmoid, and is another one
-    for the one-side Huber. A difference of -inf counts 0.
+    lifted: the difference plus its shift, which is overwritten; `out` may be its memory, but not for the one-side Huber.
+    A difference of -inf counts 0.
     """
     if surrogate == "sigmoid":
         torch.sum(torch.sigmoid(lifted, out=out), -1, out=ranks)
         if slopes is not None:
             torch.sum(out.addcmul_(out, out, value=-1), -1, out=slopes)
+        return
+    if surrogate != "one_side_huber":
+        torch.sum(lifted.clamp_(min=0), -1, out=ranks)
+        if slopes is not None:
+            torch.sum(torch.sign(lifted, out=out), -1, out=slopes)
         return
     torch.clamp(lifted.clamp_(min=0), max=1, out=out)
     if slopes is not None:
@@ -45,22 +56,23 @@ def _sum_values(lifted: Tensor, surrogate: str, ranks: Tensor, slopes: Tensor | 
 
 
 def _slope(lifted: Tensor, surrogate: str) -> Tensor:
-    """g' / SCALE of the difference plus SHIFT, in its memory."""
+    """g' / SCALE of the difference plus its shift, in its memory."""
     if surrogate == "sigmoid":
         value = lifted.sigmoid_()
         return value.addcmul_(value, value, value=-1)
-    return lifted.clamp_(0, 1)
+    return lifted.clamp_(0, 1) if surrogate == "one_side_huber" else lifted.clamp_(min=0).sign_()
 
 
 def _cubes(
     columns: Tensor, positive: Tensor, surrogate: str, skip: bool, cube: Tensor
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Differences plus SHIFT [rows, some positives, columns], in the memory of `cube`, as many positives as it has.
+    """Differences plus their shift [rows, some positives, columns], in the memory of `cube`: as many positives as it has.
 
     If it has all, those of each part lie where the part is. skip: -inf where column p meets positive p.
     """
     width, step = positive.shape[1], max(1, cube.shape[1])
-    threshold = positive - SHIFT[surrogate] if SHIFT[surrogate] else positive
+    shift = _shift(surrogate)
+    threshold = positive - shift if shift else positive
     for first in range(0, width, step):
         part = slice(first, min(first + step, width))
         lifted = torch.sub(columns[:, None], threshold[:, part, None], out=cube[:, : part.stop - first])
@@ -91,13 +103,13 @@ def _sums(
     """
     rows, width = positive.shape
     kept = columns.new_empty(rows, width, columns.shape[1]) if keep else None
-    in_place = surrogate == "sigmoid"
+    in_place = surrogate != "one_side_huber"
     cube = kept if kept is not None and in_place else _new_cube(columns, width)
     spare = cube if in_place or kept is not None else torch.empty_like(cube)
     for part, lifted in _cubes(columns, positive, surrogate, skip, cube):
         out = kept[:, part] if kept is not None else spare[:, : lifted.shape[1]]
         _sum_values(lifted, surrogate, ranks[:, part], None if slopes is None else slopes[:, part], out)
-    if slopes is not None and SCALE[surrogate] != 1:
+    if slopes is not None and surrogate in SCALE:
         slopes.mul_(SCALE[surrogate])
     return kept
 
@@ -117,7 +129,7 @@ def soft_rank_forward(
     With `positive_ranks` also the rank among the other positives, and its slope (if `positive_slopes` is given). The
     scores of the positives are overwritten. Returns what `soft_rank_backward` of the same block takes as `kept`.
     """
-    if surrogate not in SHIFT:
+    if surrogate.startswith(eager_terms.NAMES):
         eager_terms.forward(scores, positives, surrogate, ranks, slopes, positive_scores)
         return None
     # A slot without a pair is compared with 0, so that nothing it holds becomes NaN.
@@ -150,7 +162,7 @@ def soft_rank_backward(
     slopes, positive_scores, positive_slopes and `kept` are what `soft_rank_forward` wrote and returned for this block.
     grad_positive_scores: None for 0. positive_slopes and grad_positive_ranks: both or neither.
     """
-    if surrogate not in SHIFT:
+    if surrogate.startswith(eager_terms.NAMES):
         return eager_terms.backward(
             scores,
             positives,
@@ -178,7 +190,7 @@ def soft_rank_backward(
 
 
 def _scaled(weight: Tensor, surrogate: str) -> Tensor:
-    return weight * SCALE[surrogate] if SCALE[surrogate] != 1 else weight
+    return weight * SCALE[surrogate] if surrogate in SCALE else weight
 
 
 def _add_slopes(

@@ -1,4 +1,4 @@
-"""The block functions of `soft_rank` for surrogates with numbers, in plain torch."""
+"""The block functions of `soft_rank` for the softplus and the upper step, and for chosen pairs, in plain torch."""
 
 from collections.abc import Iterator
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from tritonloss.backends.surrogates import Surrogate, parse
 from tritonloss.layout import Positives
 
+NAMES = ("softplus", "upper_step")
 # Differences that are held at once, beside half a dozen temporaries of their size: all stay in the caches of a core.
 CUBE_BYTES = 1 << 20
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 PLAIN = ("sigmoid", "one_side_huber")
 # How many numbers each of the others has.
@@ -62,14 +63,16 @@ class Surrogate(NamedTuple):
         if self.name == "hinge":
             value = x.clamp(min=0)
             return value, torch.sign(value)
-        return torch.logaddexp(x, torch.zeros_like(x)), torch.sigmoid(x)
+        # Above 80 the softplus is its argument, by e^-80.
+        return F.softplus(x, threshold=80), torch.sigmoid(x)
 
 
 def _upper_step(x: Tensor, bend: float, rise: float, jump: float, height: float) -> tuple[Tensor, Tensor]:
     sigmoid = torch.sigmoid(x)
+    slope = torch.addcmul(sigmoid, sigmoid, sigmoid, value=-1)
     is_line = x > bend
-    value = torch.where(is_line, height + rise * (x - bend), torch.where(x > 0, jump + sigmoid, sigmoid))
-    return value, torch.where(is_line, rise, sigmoid * torch.sigmoid(-x))
+    value = torch.where(is_line, height + rise * (x - bend), sigmoid.add_(x > 0, alpha=jump))
+    return value, slope.masked_fill_(is_line, rise)
 
 
 @lru_cache(maxsize=256)
