@@ -20,7 +20,7 @@ MOST_OPERATIONS = {
     "HistogramLoss": 87,
     "FastAPLoss": 89,
     "ProxyAnchorLoss": 48,
-    "SOPRCLoss": 340,
+    "SOPRCLoss": 350,
 }
 MOST_CALLS = {
     "PNPLoss": 110,

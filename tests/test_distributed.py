@@ -461,8 +461,8 @@ def test_work_is_split(name: str, ranks: list[Any]) -> None:
         assert sum(pairs) <= 1.6 * whole
     else:
         assert sum(pairs) == whole
-    # 64 rows in 3 parts: one more row, or blocks of a triangle.
-    assert max(pairs) <= 1.5 * whole / len(ranks)
+    # 64 rows in 3 parts: one more row. Of a triangle the last part is the highest, and 16 of its rows make one block.
+    assert max(pairs) <= (2 if name == "HistogramLoss" else 1.5) * whole / len(ranks)
 
 
 def test_other_modes(ranks: list[Any]) -> None:

@@ -329,7 +329,7 @@ def test_panels_of_another_height_are_refused(height: int, backend: str, device:
     """Their widths belong to other rows: some rows would be left out, or some of their positives."""
     labels = BATCH.labels.to(device)
     layout = ClassLayout.from_labels(labels)
-    panels = Panels.of(layout.start, layout.count, 22, 8, 5 * 22 * 8 * 4)
+    panels = Panels.of(layout.start, layout.count, 22, 8, 2 * RANK_BUDGET)
     assert panels.height not in (22, height)
     with pytest.raises(ValueError, match="height"):
         dataclasses.replace(panels, height=height)

@@ -117,7 +117,7 @@ class ScoreMemory(nn.Module):
             return
         # Queries of one class write the same row, so the order of the writes does not matter; one that does not move
         # writes what the first that does writes, or the first row as it is.
-        rows, first = classes.clamp(min=0), moves.to(torch.int8).argmax()
+        rows, first = classes.clamp(min=0), moves.to(torch.int8).argmax(0, keepdim=True)
         any_moves = moves[first]
         own = torch.where(any_moves, memory[first].to(self.v.dtype), self.v[rows[first]])
         entries = torch.where(moves[:, None], memory.to(self.v.dtype), own)
