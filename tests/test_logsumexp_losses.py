@@ -334,6 +334,41 @@ def test_info_nce_is_a_cross_entropy(positives: str, backend: str) -> None:
     )
 
 
+@EAGER
+@pytest.mark.parametrize("directions", ["one", "both"])
+def test_label_smoothing_is_that_of_cross_entropy(directions: str, backend: str) -> None:
+    def expected(q: Tensor, k: Tensor) -> Tensor:
+        logits = F.normalize(q, dim=1) @ F.normalize(k, dim=1).T / 0.3
+        sides = [logits, logits.T[: len(q)]][: 1 if directions == "one" else 2]
+        target = torch.arange(len(q))
+        return torch.stack([F.cross_entropy(side, target, label_smoothing=0.2) for side in sides]).mean()
+
+    keys = torch.cat([KEYS, EXTRA])
+    temperature = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    right = gradients(expected, BATCH.rows, keys)
+    for tau in (0.3, temperature):
+        module = losses.InfoNCELoss(tau, directions=directions, label_smoothing=0.2)
+        assert_close(gradients(lambda q, k, m=module: m(q, ref_emb=k), BATCH.rows, keys), right, **EXACT)
+        terms = module.loss_terms(BATCH.rows, ref_emb=keys)
+        assert_close(sum(term["losses"].mean() for term in terms.values()), right[0], **EXACT)
+
+
+@EAGER
+@pytest.mark.parametrize("references", [False, True])
+def test_label_smoothing_of_labels(references: bool, backend: str) -> None:
+    """With several positives, queries without one, and a learned temperature; against the reference."""
+    keys, key_labels = REFERENCES if references else (None, None)
+
+    def call(temperature: Tensor, q: Tensor, k: Tensor | None) -> Tensor:
+        module = losses.InfoNCELoss(temperature, directions="both", label_smoothing=0.1)
+        return module(q, BATCH.labels, None, k, key_labels)
+
+    leaves = torch.tensor(0.2, dtype=torch.float64), BATCH.rows, keys
+    actual = gradients(call, *leaves)
+    with use_backend("reference"):
+        assert_close(actual, gradients(call, *leaves), **EXACT)
+
+
 @pytest.mark.parametrize("n_extra", [0, 6])
 def test_info_nce_in_both_directions(n_extra: int, backend: str) -> None:
     """Extra keys have no loss of their own: the other direction is that of the keys of queries."""
@@ -423,6 +458,12 @@ def bad_calls() -> dict[str, tuple[type[Exception], str, Callable[[], Any]]]:
         "gamma": (ValueError, "gamma is -1", lambda: losses.CircleLoss(gamma=-1)),
         "positives": (ValueError, "positives is 'max'", lambda: losses.InfoNCELoss(positives="max")),
         "directions": (ValueError, "directions is 2", lambda: losses.InfoNCELoss(directions=2)),
+        "smoothing": (ValueError, "label_smoothing is 1", lambda: losses.InfoNCELoss(label_smoothing=1)),
+        "smoothed sum": (
+            ValueError,
+            "label_smoothing is 0.1 with positives='sum'",
+            lambda: losses.InfoNCELoss(positives="sum", label_smoothing=0.1),
+        ),
         "labels": (ValueError, "labels are required", lambda: losses.NTXentLoss()(rows)),
         "ref_labels": (
             ValueError,
