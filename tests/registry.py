@@ -23,6 +23,7 @@ class LossCase:
     bounded: the options with which it never does, for classes of up to 9 rows; None if there are none.
     regularized: takes `embedding_regularizer`.
     twice: has a second derivative under use_backend("reference").
+    references: takes `ref_emb`.
     interpreted: whether the tests of every loss run its kernels under the interpreter too, not on a GPU alone.
     """
 
@@ -33,6 +34,7 @@ class LossCase:
     bounded: dict[str, Any] | None = None
     regularized: bool = True
     twice: bool = True
+    references: bool = False
     interpreted: bool = True
 
     def module(self, n_classes: int, like: Tensor, **options: Any) -> nn.Module:
@@ -78,11 +80,13 @@ LOSSES = {
     "NTXentLoss": LossCase(
         lambda n_classes, dim, **options: losses.NTXentLoss(**options),
         bounded={"max_class_size": 9},
+        references=True,
         interpreted=False,
     ),
     "SupConLoss": LossCase(
         lambda n_classes, dim, **options: losses.SupConLoss(**options),
         bounded={"max_class_size": 9},
+        references=True,
         interpreted=False,
     ),
     "MultiSimilarityLoss": LossCase(
@@ -90,17 +94,20 @@ LOSSES = {
         needs_pair=False,
         host_syncs=0,
         bounded={},
+        references=True,
         interpreted=False,
     ),
     "CircleLoss": LossCase(
         lambda n_classes, dim, **options: losses.CircleLoss(**options),
         host_syncs=0,
         bounded={},
+        references=True,
         interpreted=False,
     ),
     "InfoNCELoss": LossCase(
         lambda n_classes, dim, **options: losses.InfoNCELoss(**options),
         bounded={"max_class_size": 9},
+        references=True,
         interpreted=False,
     ),
 }
