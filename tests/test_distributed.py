@@ -401,11 +401,15 @@ def whole_call(name: str, ranks: list[Any], dtype: torch.dtype) -> dict[str, Any
     """One process with the whole batch; mined pairs are those that the ranks mined."""
     rows, labels = batch(dtype)
     make, call = CASES[name]
-    if name in ("mined", "mined triplets", "listed pairs"):
+    if name in ("mined", "mined triplets", "listed pairs", "pairs of a reference set"):
         mine = triplets if name == "mined triplets" else mined
         lists = [[entry + part.start for entry in mine(labels[part])] for part in parts(ranks)]
         indices = tuple(torch.cat(entries) for entries in zip(*lists, strict=True))
-        given = None if name == "listed pairs" else labels
+        given = labels if name in ("mined", "mined triplets") else None
+        if name == "pairs of a reference set":
+            return evaluate(
+                make(rows), lambda loss, e, y: loss(e, given, indices, e.flip(1).sin()), rows, labels
+            )
         return evaluate(make(rows), lambda loss, e, y: loss(e, given, indices), rows, labels)
     return evaluate(make(rows), call, rows, labels)
 
