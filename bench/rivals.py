@@ -180,3 +180,19 @@ def pml_histogram() -> torch.nn.Module:
 
 def pml_fastap() -> torch.nn.Module:
     return pml("FastAPLoss")
+
+
+def info_nce_dense(queries: Tensor, keys: Tensor) -> Tensor:
+    """InfoNCE in both directions at temperature 0.05, as torch users write it: the N x N logits, twice."""
+    logits = F.normalize(queries, dim=1) @ F.normalize(keys, dim=1).T / 0.05
+    target = torch.arange(len(queries), device=queries.device)
+    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+
+
+def info_nce_linear(queries: Tensor, keys: Tensor) -> Tensor:
+    """The same with the chunks of torch 2.13, which hold no N x N tensor."""
+    queries, keys = F.normalize(queries, dim=1) / 0.05, F.normalize(keys, dim=1)
+    target = torch.arange(len(queries), device=queries.device)
+    options = torch.nn.LinearCrossEntropyOptions()
+    forward = F.linear_cross_entropy(queries, keys, target, options=options)
+    return (forward + F.linear_cross_entropy(keys, queries, target, options=options)) / 2

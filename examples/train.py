@@ -40,6 +40,11 @@ LOSSES: dict[str, Callable[[argparse.Namespace, int, int], nn.Module]] = {
     "proxy-anchor": lambda args, classes, size: losses.ProxyAnchorLoss(classes, size),
     "histogram": lambda args, classes, size: losses.HistogramLoss(),
     "fastap": lambda args, classes, size: losses.FastAPLoss(),
+    "ntxent": lambda args, classes, size: losses.NTXentLoss(),
+    "supcon": lambda args, classes, size: losses.SupConLoss(),
+    "multi-similarity": lambda args, classes, size: losses.MultiSimilarityLoss(),
+    "circle": lambda args, classes, size: losses.CircleLoss(),
+    "infonce": lambda args, classes, size: losses.InfoNCELoss(),
 }
 
 

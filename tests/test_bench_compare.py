@@ -192,9 +192,9 @@ def test_ratios_of_a_gpu_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         compare.main()
 
 
-def test_committed_baselines_are_compared_with_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "machine", lambda: "AMD EPYC, 2 cores")
+def test_committed_baselines_are_compared_with_themselves() -> None:
     for name in compare.BENCHMARKS:
-        ratios = compare.load(name, compare.RESULTS / compare.file_name(name))
+        file, *_ = compare.RESULTS.glob(f"{name.replace('_', '-')}-*2-cores.json")
+        ratios = compare.load(name, file)
         assert any("speed against" in ratio for ratio in ratios)
         assert {finding.change for finding in compare.compare(ratios, ratios)} == {1.0}

@@ -453,12 +453,14 @@ def info_nce(
     *,
     temperature: float | Tensor = 0.05,
     positives: str = "mean",
+    label_smoothing: float = 0.0,
     ref_emb: Tensor | None = None,
     ref_labels: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The InfoNCE loss of each query [Q], 0 where it has no positive, and whether it has one [Q] bool.
 
     positives: of several, the mean of their losses ("mean"), or one loss whose logarithm holds their sum ("sum").
+    label_smoothing: the share of the loss of all keys, of each the same. Only for "mean".
     Without labels query i belongs to key i of `ref_emb`. Other arguments as for `nt_xent`. The other direction is that
     with keys and queries exchanged.
     """
@@ -473,6 +475,9 @@ def info_nce(
     total = _log_sum_exp(logits, positive + negative)
     if positives == "mean":
         chosen = torch.where(is_positive, logits, 0).sum(1) / is_positive.sum(1).clamp(min=1)
+        is_key = positive + negative > 0
+        uniform = torch.where(is_key, logits, 0).sum(1) / is_key.sum(1).clamp(min=1)
+        chosen = (1 - label_smoothing) * chosen + label_smoothing * uniform
     else:
         chosen = _log_sum_exp(logits, is_positive)
     return torch.where(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,9 +14,11 @@ from tritonloss.losses.base import (
     check_arguments,
     check_bounds,
     check_choice,
+    check_numbers,
     full_precision,
     output_dtype,
     refuse,
+    unit_rows,
 )
 from tritonloss.losses.logsumexp_math import info_nce_terms
 from tritonloss.losses.pairwise import (
@@ -56,6 +58,7 @@ def info_nce_loss(
     temperature: Temperature = 0.05,
     positives: SeveralPositives = "mean",
     directions: Directions = "one",
+    label_smoothing: float = 0.0,
     reduction: Reduction = "mean",
     max_class_size: int | None = None,
     memory_budget: int | None = None,
@@ -68,7 +71,7 @@ def info_nce_loss(
         labels, ref_labels: [Q] and [N], any integer dtype or bool. Without both, key i belongs to query i.
         reduction: "mean" over the queries with a positive, or "none" for the loss of each query, [Q], 0 without one;
             of the first direction only.
-        temperature, positives, directions, max_class_size, memory_budget: as for `InfoNCELoss`.
+        temperature, positives, directions, label_smoothing, max_class_size, memory_budget: as for `InfoNCELoss`.
 
     Returns:
         Scalar, or [Q], in the dtype of the embeddings (float32 inside autocast). Computed in float32 or float64.
@@ -78,14 +81,12 @@ def info_nce_loss(
         ValueError: as `InfoNCELoss`; an unknown reduction, "none" with both directions.
     """
     check_arguments(embeddings, labels, None, ref_emb, ref_labels)
-    check_temperature(temperature)
-    check_choice("positives", positives, SeveralPositives)
-    check_choice("directions", directions, Directions)
+    _check_options(temperature, positives, directions, label_smoothing)
     check_choice("reduction", reduction, Reduction)
     check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
     if reduction == "none" and directions == "both":
         raise ValueError("reduction is 'none' with directions='both': expected 'mean', or one direction")
-    options = _Options(temperature, positives, directions, max_class_size, memory_budget)
+    options = _Options(temperature, positives, directions, label_smoothing, max_class_size, memory_budget)
     arguments = Arguments(embeddings, labels, None, ref_emb, ref_labels)
     _check_pairing(arguments)
     with full_precision(embeddings):
@@ -122,6 +123,8 @@ class InfoNCELoss(PairLoss):
         positives: what several positives of a query mean, see the table.
         directions: "one" for queries against keys, "both" for keys against queries as well. With `ref_emb` None both
             are the same.
+        label_smoothing: in 0 <= e < 1, as in `torch.nn.functional.cross_entropy`: the loss is 1 - e times that of the
+            table, and e times the mean of -ln p_qj over all keys j. Only with positives="mean". Costs O((Q + N) D).
         **options: `max_class_size`, `memory_budget`, `distance`, `reducer`, `embedding_regularizer`,
             `embedding_reg_weight`, as for `PairLoss`, which also states the cost. The bound holds for both
             directions. No call waits for the device without labels, or with positives="sum".
@@ -141,13 +144,13 @@ class InfoNCELoss(PairLoss):
         *,
         positives: SeveralPositives = "mean",
         directions: Directions = "one",
+        label_smoothing: float = 0.0,
         **options: Unpack[PairOptions],
     ) -> None:
-        check_temperature(temperature)
-        check_choice("positives", positives, SeveralPositives)
-        check_choice("directions", directions, Directions)
+        _check_options(temperature, positives, directions, label_smoothing)
         super().__init__(**options)
         self.temperature, self.positives, self.directions = temperature, positives, directions
+        self.label_smoothing = label_smoothing
 
     def compute_loss(
         self,
@@ -175,12 +178,17 @@ class InfoNCELoss(PairLoss):
 
     def _options(self) -> _Options:
         return _Options(
-            self.temperature, self.positives, self.directions, self.max_class_size, self.memory_budget
+            self.temperature,
+            self.positives,
+            self.directions,
+            self.label_smoothing,
+            self.max_class_size,
+            self.memory_budget,
         )
 
     def extra_repr(self) -> str:
-        text = temperature_text(self.temperature)
-        return f"{text}, positives={self.positives!r}, directions={self.directions!r}"
+        text = f"{temperature_text(self.temperature)}, positives={self.positives!r}, directions={self.directions!r}"
+        return f"{text}, label_smoothing={self.label_smoothing}" if self.label_smoothing else text
 
 
 class _Options(NamedTuple):
@@ -189,13 +197,30 @@ class _Options(NamedTuple):
     temperature: Temperature
     positives: SeveralPositives
     directions: Directions
+    label_smoothing: float
     max_class_size: int | None
     memory_budget: int | None
 
 
+def _check_options(temperature: Any, positives: Any, directions: Any, label_smoothing: Any) -> None:
+    check_temperature(temperature)
+    check_choice("positives", positives, SeveralPositives)
+    check_choice("directions", directions, Directions)
+    check_numbers(label_smoothing=label_smoothing)
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(
+            f"label_smoothing is {label_smoothing}: expected a number from 0 up to, not including, 1"
+        )
+    if label_smoothing and positives != "mean":
+        raise ValueError(f"label_smoothing is {label_smoothing} with positives={positives!r}: expected 0")
+
+
 def _rule(options: _Options) -> PairRule:
     exponents, learnable = softmax_exponents(
-        options.temperature, f"info_nce {options.positives}", needs_scores=options.positives == "mean"
+        options.temperature,
+        f"info_nce {options.positives}",
+        needs_scores=options.positives == "mean",
+        others=(float(options.label_smoothing),),
     )
     return PairRule(
         exponents,
@@ -226,20 +251,43 @@ def _one_way(options: _Options, arguments: Arguments) -> Tensor:
     if selected_backend() == "reference":
         return _values(options, arguments).mean()
     rule = _rule(options)
-    return streamed_mean(rule, _paired(rule, arguments))
+    batch = _paired(rule, arguments)
+    mean = streamed_mean(rule, batch)
+    if not options.label_smoothing:
+        return mean
+    is_query = batch.unsort(batch.n_positives) > 0
+    uniform = _uniform_part(options, arguments).masked_fill(~is_query, 0).sum()
+    return mean - uniform / is_query.sum().clamp(min=1).to(uniform.dtype)
+
+
+def _uniform_part(options: _Options, arguments: Arguments) -> Tensor:
+    """The mean exponent of all keys of each query [Q] times the smoothing. It is linear, so the keys' sum will do."""
+    queries = unit_rows(arguments.embeddings)
+    if arguments.ref_emb is None:
+        total = queries.sum(0) - queries
+        number = total.shape[0] - 1
+    else:
+        total = unit_rows(arguments.ref_emb).sum(0).expand_as(queries)
+        number = arguments.ref_emb.shape[0]
+    return (queries * total).sum(1) / options.temperature * (options.label_smoothing / max(number, 1))
 
 
 def _values(options: _Options, arguments: Arguments) -> LossValues:
     """The loss of each query [Q], 0 without a positive, and whether it has one."""
     if selected_backend() != "reference":
         rule = _rule(options)
-        return streamed_values(rule, _paired(rule, arguments))
+        found = streamed_values(rule, _paired(rule, arguments))
+        if not options.label_smoothing:
+            return found
+        uniform = _uniform_part(options, arguments).masked_fill(~found.counted, 0)
+        return found._replace(values=found.values - uniform)
     embeddings, labels, _, ref_emb, ref_labels = arguments
     values, is_query = reference.info_nce(
         upcast(embeddings),
         labels,
         temperature=options.temperature,
         positives=options.positives,
+        label_smoothing=options.label_smoothing,
         ref_emb=None if ref_emb is None else upcast(ref_emb),
         ref_labels=ref_labels,
     )
@@ -293,5 +341,7 @@ def _paired(rule: PairRule, arguments: Arguments) -> Streamed:
 for _positives in ("mean", "sum"):
     register_logsumexp_function(
         f"info_nce {_positives}",
-        lambda *given, kind=_positives: info_nce_terms(*given[:4], scale=given[4], positives=kind),
+        lambda *given, kind=_positives: info_nce_terms(
+            *given[:4], scale=given[4], positives=kind, smoothing=given[5]
+        ),
     )

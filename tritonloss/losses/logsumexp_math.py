@@ -109,14 +109,17 @@ def info_nce_terms(
     *,
     scale: Number,
     positives: str = "mean",
+    smoothing: float = 0.0,
 ) -> QueryTerms:
     """-ln of the softmax of the positives; counted: 1 for a query with a positive.
 
     positives: "mean" is the mean of -ln softmax over the positives, "sum" is -ln of the sum of their softmax.
+    smoothing: how much of the mean exponent of the positives is taken back. The mean exponent of all keys in its place
+    is no function of these sums.
     """
     if positives == "mean":
-        counted = is_pair.any(1).to(torch.int64)
-        return _mean_terms(negative, scores, is_pair, scale)._replace(counted=counted)
+        terms = _mean_terms(negative, scores, is_pair, scale)._replace(counted=is_pair.any(1).to(torch.int64))
+        return _smoothed(terms, scores, is_pair, smoothing * scale) if smoothing else terms
     is_query = positive != -torch.inf
     margin = (negative - positive).masked_fill(~is_query, -torch.inf)
     weight = margin.sigmoid()
@@ -145,6 +148,14 @@ def _mean_terms(negative: Tensor, scores: Tensor, is_pair: Tensor, scale: Number
     return QueryTerms(
         _softplus(margin) + excess, count.squeeze(1), torch.zeros_like(weight), weight, grad_scores * scale
     )
+
+
+def _smoothed(terms: QueryTerms, scores: Tensor, is_pair: Tensor, factor: Number) -> QueryTerms:
+    """With factor times the mean score of the positives added."""
+    assert terms.grad_scores is not None
+    share = is_pair / is_pair.sum(1, keepdim=True).clamp(min=1).to(scores.dtype)
+    values = terms.values + factor * (scores.masked_fill(~is_pair, 0) * share).sum(1)
+    return terms._replace(values=values, grad_scores=terms.grad_scores + factor * share)
 
 
 def multi_similarity_terms(

@@ -64,7 +64,7 @@ def _side(queries: Tensor, keys: Tensor, query: Tensor, key: Tensor, unique: boo
         code = torch.unique(query * n_keys + key)
         query, key = code // n_keys, code % n_keys
     else:
-        place = torch.argsort(query, stable=True)
+        place = torch.argsort(query * n_keys + key)
         query, key = query[place], key[place]
     count = torch.zeros(queries.shape[0], dtype=torch.int64, device=query.device)
     count.index_add_(0, query, torch.ones_like(query))

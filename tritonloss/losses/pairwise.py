@@ -249,12 +249,12 @@ def above_zero(values: Tensor, n_positives: Tensor) -> Tensor:
 
 
 def softmax_exponents(
-    temperature: Temperature, function: str, needs_scores: bool = True
+    temperature: Temperature, function: str, needs_scores: bool = True, others: tuple[float, ...] = ()
 ) -> tuple[Exponents, Tensor | None]:
-    """Of s / temperature on both sides, and the temperature if it is a tensor."""
+    """Of s / temperature on both sides, and the temperature if it is a tensor. others: numbers for the function."""
     learnable = temperature if isinstance(temperature, Tensor) else None
     scale = 1.0 if isinstance(temperature, Tensor) else 1 / float(temperature)
-    return exponents_of(softmax_maps(scale), function, (scale,), needs_scores), learnable
+    return exponents_of(softmax_maps(scale), function, (scale, *others), needs_scores), learnable
 
 
 def exponents_of(
