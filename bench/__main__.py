@@ -21,6 +21,7 @@ BENCHMARKS = (
     "histogram",
     "fastap",
     "pairs",
+    "triplets",
     "infonce",
 )
 
