@@ -171,7 +171,7 @@ def test_large_classes_equal_the_direct_loop(
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("smooth", [False, True])
 def test_gradcheck(backend: str, smooth: bool, device: torch.device, clean_state: None) -> None:
-    """No difference of the batch is within 1e-4 of the kink, so that finite differences of 1e-6 see a smooth function."""
+    """No difference of the batch is within 1e-4 of the kink: finite differences of 1e-6 see a smooth function."""
     rows, labels = random_batch(9, 3, 3).on(device)
     criterion = TripletMarginLoss(0.3, smooth_loss=smooth)
     with use_backend(backend):

@@ -21,21 +21,21 @@ KEPT_BYTES = 16 << 20
 # Positives that are compared with all keys at once; a cube of this size stays in the caches of a core.
 CUBE_BYTES = 4 << 20
 
+# Subtracted from the threshold of a positive, so that the surrogate of a difference is a function of this one number.
+SHIFT = {"sigmoid": 0, "one_side_huber": 1}
 # g' is what the functions below call a slope, times this.
-SCALE = {"one_side_huber": 2}
+SCALE = {"sigmoid": 1, "one_side_huber": 2}
 
 
 def _shift(surrogate: str) -> float:
-    """Subtracted from the threshold of a positive, so that the surrogate of a difference is a function of this number."""
-    if surrogate == "one_side_huber":
-        return 1
-    return parse(surrogate).numbers[0] if surrogate.startswith("hinge") else 0
+    """SHIFT of the surrogate; that of the hinge is its margin."""
+    return SHIFT[surrogate] if surrogate in SHIFT else parse(surrogate).numbers[0]
 
 
 def _sum_values(lifted: Tensor, surrogate: str, ranks: Tensor, slopes: Tensor | None, out: Tensor) -> None:
     """Write the sums of g and, if `slopes` is given, of g' / SCALE over the last dimension, and g' / SCALE into `out`.
 
-    lifted: the difference plus its shift, which is overwritten; `out` may be its memory, but not for the one-side Huber.
+    lifted: the difference plus its shift, which is overwritten; `out` may be its memory for the sigmoid and the hinge.
     A difference of -inf counts 0.
     """
     if surrogate == "sigmoid":
@@ -43,7 +43,7 @@ def _sum_values(lifted: Tensor, surrogate: str, ranks: Tensor, slopes: Tensor | 
         if slopes is not None:
             torch.sum(out.addcmul_(out, out, value=-1), -1, out=slopes)
         return
-    if surrogate != "one_side_huber":
+    if surrogate.startswith("hinge"):
         torch.sum(lifted.clamp_(min=0), -1, out=ranks)
         if slopes is not None:
             torch.sum(torch.sign(lifted, out=out), -1, out=slopes)
@@ -60,13 +60,13 @@ def _slope(lifted: Tensor, surrogate: str) -> Tensor:
     if surrogate == "sigmoid":
         value = lifted.sigmoid_()
         return value.addcmul_(value, value, value=-1)
-    return lifted.clamp_(0, 1) if surrogate == "one_side_huber" else lifted.clamp_(min=0).sign_()
+    return lifted.clamp_(min=0).sign_() if surrogate.startswith("hinge") else lifted.clamp_(0, 1)
 
 
 def _cubes(
     columns: Tensor, positive: Tensor, surrogate: str, skip: bool, cube: Tensor
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Differences plus their shift [rows, some positives, columns], in the memory of `cube`: as many positives as it has.
+    """Differences plus their shift [rows, some positives, columns], in the memory of `cube`, for as many as it has.
 
     If it has all, those of each part lie where the part is. skip: -inf where column p meets positive p.
     """
@@ -103,13 +103,13 @@ def _sums(
     """
     rows, width = positive.shape
     kept = columns.new_empty(rows, width, columns.shape[1]) if keep else None
-    in_place = surrogate != "one_side_huber"
+    in_place = surrogate.startswith(("sigmoid", "hinge"))
     cube = kept if kept is not None and in_place else _new_cube(columns, width)
     spare = cube if in_place or kept is not None else torch.empty_like(cube)
     for part, lifted in _cubes(columns, positive, surrogate, skip, cube):
         out = kept[:, part] if kept is not None else spare[:, : lifted.shape[1]]
         _sum_values(lifted, surrogate, ranks[:, part], None if slopes is None else slopes[:, part], out)
-    if slopes is not None and surrogate in SCALE:
+    if slopes is not None and SCALE.get(surrogate, 1) != 1:
         slopes.mul_(SCALE[surrogate])
     return kept
 
@@ -190,7 +190,7 @@ def soft_rank_backward(
 
 
 def _scaled(weight: Tensor, surrogate: str) -> Tensor:
-    return weight * SCALE[surrogate] if surrogate in SCALE else weight
+    return weight * SCALE[surrogate] if SCALE.get(surrogate, 1) != 1 else weight
 
 
 def _add_slopes(
