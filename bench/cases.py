@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from bench import rivals
 from bench.registry import LOSSES, title
@@ -15,7 +16,7 @@ from bench.report import MEBIBYTE, Table
 
 DIMENSION = 128
 OURS, PEER = "tritonloss", "pml 2.9.0"
-Sizes = tuple[int, ...]
+Sizes = tuple[Any, ...]  # ints; the names of losses where one axis is the loss
 Criterion = Callable[[Tensor, Tensor], Tensor]
 Verdict = tuple[str, float, bool]  # the aim, what was measured, whether it was reached
 
@@ -30,13 +31,13 @@ def embeddings(n: int, dimension: int = DIMENSION) -> tuple[Tensor, Tensor]:
 class Benchmark:
     """A loss beside its rivals.
 
-    loss: its name in the registry. sizes: of each implementation, ours first. rivals: each as build(*sizes). options:
-    those of ours. axes: what the sizes are. inputs: rows and labels for sizes. tolerance: relative, of the values:
-    there is no figure for a wrong one. verdicts: the figures to reach. ratios: what `bench.compare` compares beside the
-    rivals; larger is better.
+    loss: its name in the registry, or those of all, if one axis is the loss. sizes: of each implementation, ours first.
+    rivals: each as build(*sizes). options: those of ours. axes: what the sizes are. inputs: rows and labels for sizes.
+    tolerance, absolute: of the values: there is no figure for a wrong one. verdicts: the figures to reach. ratios: what
+    `bench.compare` compares beside the rivals; larger is better.
     """
 
-    loss: str
+    loss: str | tuple[str, ...]
     sizes: Mapping[str, tuple[Sizes, ...]]
     rivals: Mapping[str, Callable[..., Criterion]] = field(default_factory=dict)
     subject: str = ""
@@ -44,45 +45,57 @@ class Benchmark:
     options: Mapping[str, Any] = field(default_factory=dict)
     inputs: Callable[..., tuple[Tensor, Tensor]] = embeddings
     tolerance: float = 1e-5
+    absolute: float = 0
     verdicts: Callable[[Table], Iterator[Verdict]] = lambda table: iter(())
     ratios: Callable[[Table], dict[str, float]] = lambda table: {}
 
     @property
+    def losses(self) -> tuple[str, ...]:
+        return (self.loss,) if isinstance(self.loss, str) else self.loss
+
+    @property
     def text(self) -> str:
         """What is measured."""
-        default = f"{title(self.loss)} forward + backward, float32, D = {DIMENSION}, four per class"
-        return self.subject or default
+        names = ", ".join(map(title, self.losses))
+        return self.subject or f"{names} forward + backward, float32, D = {DIMENSION}, four per class"
 
-    def criterion(self, name: str, *sizes: int) -> Criterion:
-        if name != OURS:
+    def criterion(self, name: str, *sizes: Any) -> Criterion:
+        if name in self.rivals:
             return self.rivals[name](*sizes)
-        n_classes = sizes[1] if LOSSES[self.loss].per_proxy else max(1, sizes[0] // 4)
-        return LOSSES[self.loss].timed(n_classes, DIMENSION, **self.options)
+        loss = self.losses[0] if isinstance(self.loss, str) else f"{kind(sizes[1])}Loss"
+        n_classes = sizes[1] if LOSSES[loss].per_proxy else max(1, sizes[0] // 4)
+        return LOSSES[loss].timed(n_classes, DIMENSION, **self.options)
 
-    def step(self, name: str, *sizes: int, backward: bool, device: str) -> Callable[[], Tensor]:
+    def step(self, name: str, *sizes: Any, backward: bool, device: str) -> Callable[[], Tensor]:
         """A function that runs the loss once, with or without its backward pass, and returns the value."""
-        rows, labels = (tensor.to(device) for tensor in self.inputs(*sizes))
+        inputs = [tensor.to(device) for tensor in self.inputs(*sizes)]
         criterion = self.criterion(name, *sizes)
-        leaves = [rows.requires_grad_()]
+        leaves = [tensor.requires_grad_() for tensor in inputs if tensor.is_floating_point()]
+        proxies: list[Tensor] = []
         if isinstance(criterion, nn.Module):
-            leaves += criterion.to(device).parameters()
+            proxies += criterion.to(device).parameters()
         with torch.no_grad():
-            for proxies in leaves[1:]:
+            for weight in proxies:
                 generator = torch.Generator().manual_seed(sizes[0])
-                proxies.copy_(torch.randn(proxies.shape, generator=generator))
+                weight.copy_(torch.randn(weight.shape, generator=generator))
 
         def run() -> Tensor:
             with torch.set_grad_enabled(backward):
-                loss = criterion(rows, labels)
+                loss = criterion(*inputs)
             if backward:
                 loss.backward()
             if device == "cuda":
                 torch.cuda.synchronize()
-            for leaf in leaves:  # so that the next run starts with its inputs only
+            for leaf in (*leaves, *proxies):  # so that the next run starts with its inputs only
                 leaf.grad = None
             return loss.detach()
 
         return run
+
+
+def kind(loss: str) -> str:
+    """Without what is said of the classes: "TripletMargin of 64" has classes of 64 rows."""
+    return loss.partition(" of ")[0]
 
 
 def each(*sizes: int) -> tuple[Sizes, ...]:
@@ -214,8 +227,58 @@ def any_classes(n: int, n_classes: int) -> tuple[Tensor, Tensor]:
     return embeddings(n)[0], torch.randint(n_classes, (n,), generator=generator)
 
 
+def four_of_a_class(n: int, loss: str) -> tuple[Tensor, Tensor]:
+    """Or as many as the name of the loss says."""
+    return embeddings(n)[0], torch.arange(n) // int(loss.partition(" of ")[2] or 4)
+
+
+def pairs_verdicts(table: Table) -> Iterator[Verdict]:
+    yield at_least(f"NTXent, N = 512, factor to {PEER}", factor(table, PEER, 512, "NTXent"), 1000)
+    for loss in ("NTXent", "SupCon"):
+        size = peak(table, OURS, 16384, loss)
+        yield at_most(f"{loss}, N = 16384, peak MiB above inputs and gradients", size, 64)
+    for loss in ("MultiSimilarity", "Circle"):
+        yield at_least(f"{loss}, N = 2048, factor to {PEER}", factor(table, PEER, 2048, loss), 3)
+        share = peak(table, OURS, 2048, loss) / peak(table, PEER, 2048, loss)
+        yield at_most(f"{loss}, N = 2048, memory over that of {PEER}", share, 0.1)
+
+
+def triplets_verdicts(table: Table) -> Iterator[Verdict]:
+    sizes, large = (1024, "TripletMargin"), "TripletMargin of 64"
+    yield at_least(f"TripletMargin, N = 1024, factor to {PEER}", factor(table, "rival", *sizes), 20)
+    share = peak(table, OURS, *sizes) / peak(table, "rival", *sizes)
+    yield at_most(f"TripletMargin, N = 1024, memory over that of {PEER}", share, 0.01)
+    seconds = table[OURS, 4096, "TripletMargin", True].seconds
+    yield at_most("TripletMargin, N = 4096, seconds", seconds, 0.3)
+    growth = peak(table, OURS, 16384, large) / peak(table, OURS, 4096, large) / 4
+    yield at_most(f"{large}, peak MiB from N = 4096 to 16384 over 4", growth, 1)
+    yield at_most(f"{large}, N = 16384, peak MiB", peak(table, OURS, 16384, large), 128)
+    for loss in ("RecallAtK", "SupAP"):
+        aim = f"{loss}, N = 4096, factor to a loop over the queries"
+        yield at_least(aim, factor(table, "rival", 4096, loss), 20)
+
+
+def towers(n: int) -> tuple[Tensor, Tensor]:
+    queries, keys = torch.randn(2, n, DIMENSION, generator=torch.Generator().manual_seed(n)).unbind()
+    return queries.clone(), keys.clone()
+
+
+def two_towers(queries: Tensor, keys: Tensor) -> Tensor:
+    criterion: Callable[..., Tensor] = LOSSES["InfoNCELoss"].timed(1, DIMENSION, directions="both")
+    return criterion(queries, ref_emb=keys)
+
+
+def infonce_verdicts(table: Table) -> Iterator[Verdict]:
+    ratio = 1 / factor(table, "cross_entropy", 16384)
+    yield at_most("N = 16384, time over that of cross_entropy", ratio, 1.1)
+    yield at_most("N = 16384, peak MiB above inputs and gradients", peak(table, OURS, 16384), 64)
+
+
 PROXIES = tuple((n, n_classes) for n in (256, 1024, 4096) for n_classes in (1000, 10000, 100000))
 SOPRC = ((224, 512), (512, 512), (1024, 512), (2048, 512), (4096, 128), (4096, 512))
+PAIRS = ("NTXent", "SupCon", "MultiSimilarity", "Circle")
+LOOPS = {"RecallAtK": rivals.recall_at_k_loop, "SupAP": rivals.sup_ap_loop}
+TOWERS = each(1024, 4096, 16384)
 GATHERED = each(512, 1024, 2048, 4096)
 
 BENCHMARKS = {
@@ -300,9 +363,65 @@ BENCHMARKS = {
         tolerance=1e-4,
         verdicts=fastap_verdicts,
     ),
+    "pairs": Benchmark(
+        tuple(f"{loss}Loss" for loss in PAIRS),
+        {
+            OURS: (
+                (128, "NTXent"),
+                (256, "NTXent"),
+                *((n, loss) for n in (512, 1024, 2048, 4096, 16384) for loss in PAIRS),
+            ),
+            # Its NTXent is a cube, 6.5 GB at N = 512.
+            PEER: (
+                *((n, "NTXent") for n in (128, 256, 512)),
+                *((n, loss) for n in (512, 1024, 2048, 4096) for loss in PAIRS[1:]),
+            ),
+        },
+        {PEER: lambda n, loss: rivals.pml(f"{loss}Loss")},
+        axes=("N", "loss"),
+        inputs=four_of_a_class,
+        verdicts=pairs_verdicts,
+    ),
+    "triplets": Benchmark(
+        ("TripletMarginLoss", "RecallAtKLoss", "SupAPLoss"),
+        {
+            OURS: (
+                *((n, loss) for n in (512, 1024, 4096) for loss in ("TripletMargin", *LOOPS)),
+                (4096, "TripletMargin of 64"),
+                (16384, "TripletMargin of 64"),
+            ),
+            "rival": (
+                *((n, "TripletMargin") for n in (512, 1024)),
+                *((4096, loss) for loss in LOOPS),
+            ),
+        },
+        {"rival": lambda n, loss: LOOPS.get(loss) or rivals.pml("TripletMarginLoss")},
+        subject=f"TripletMargin, RecallAtK, SupAP, forward + backward, float32, D = {DIMENSION}, four per class (of "
+        "64: 64)",
+        axes=("N", "loss"),
+        inputs=four_of_a_class,
+        absolute=1e-5,
+        verdicts=triplets_verdicts,
+    ),
+    "infonce": Benchmark(
+        "InfoNCELoss",
+        {
+            OURS: TOWERS,
+            "cross_entropy": TOWERS,
+            "linear_cross_entropy": TOWERS if hasattr(F, "linear_cross_entropy") else (),
+        },
+        {
+            OURS: plain(two_towers),
+            "cross_entropy": plain(rivals.info_nce_dense),
+            "linear_cross_entropy": plain(rivals.info_nce_linear),
+        },
+        subject=f"InfoNCE of two towers, both directions, forward + backward, float32, D = {DIMENSION}",
+        inputs=towers,
+        verdicts=infonce_verdicts,
+    ),
 }
 # A loss of the registry without rivals is measured alone.
-_MEASURED = {benchmark.loss for benchmark in BENCHMARKS.values()}
+_MEASURED = {loss for benchmark in BENCHMARKS.values() for loss in benchmark.losses}
 BENCHMARKS |= {
     title(name).lower(): Benchmark(name, {OURS: each(512, 1024, 2048, 4096)})
     for name, case in LOSSES.items()

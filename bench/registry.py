@@ -26,6 +26,8 @@ class LossCase:
     bounded: the options with which it never does, for classes of up to 9 rows; None if there are none.
     regularized: takes `embedding_regularizer`.
     twice: has a second derivative under use_backend("reference").
+    references: takes `ref_emb`.
+    interpreted: whether the tests of every loss run its kernels under the interpreter too, not on a GPU alone.
     measured: the options with which it is timed, where these are not those of the tests.
     per_proxy: compares rows with the proxies of classes, whose number is a size of its own.
     """
@@ -37,6 +39,8 @@ class LossCase:
     bounded: dict[str, Any] | None = None
     regularized: bool = True
     twice: bool = True
+    references: bool = False
+    interpreted: bool = True
     measured: dict[str, Any] = field(default_factory=dict)
     per_proxy: bool = False
 
@@ -78,6 +82,19 @@ LOSSES = {
         bounded={"check_label_range": False},
         per_proxy=True,
     ),
+    "RecallAtKLoss": LossCase(
+        lambda n_classes, dim, **options: losses.RecallAtKLoss(**{"ks": (1, 2, 4), **options}),
+        bounded={"max_class_size": 9},
+        measured={"ks": (1, 2, 4, 8)},
+    ),
+    "SupAPLoss": LossCase(
+        lambda n_classes, dim, **options: losses.SupAPLoss(**options),
+        bounded={"max_class_size": 9},
+    ),
+    "TripletMarginLoss": LossCase(
+        lambda n_classes, dim, **options: losses.TripletMarginLoss(**options),
+        bounded={"max_class_size": 9},
+    ),
     "SOPRCLoss": LossCase(
         lambda n_classes, dim, **options: losses.SOPRCLoss(n_classes, **{"memory_size": 8, **options}),
         opaque_labels=False,
@@ -85,6 +102,40 @@ LOSSES = {
         bounded={"max_class_size": 9, "check_label_range": False},
         regularized=False,
         measured={"memory_size": 100},
+    ),
+    # Their kernels have tests of their own, and test_logsumexp_losses.py.
+    "NTXentLoss": LossCase(
+        lambda n_classes, dim, **options: losses.NTXentLoss(**options),
+        bounded={"max_class_size": 9},
+        references=True,
+        interpreted=False,
+    ),
+    "SupConLoss": LossCase(
+        lambda n_classes, dim, **options: losses.SupConLoss(**options),
+        bounded={"max_class_size": 9},
+        references=True,
+        interpreted=False,
+    ),
+    "MultiSimilarityLoss": LossCase(
+        lambda n_classes, dim, **options: losses.MultiSimilarityLoss(**options),
+        needs_pair=False,
+        host_syncs=0,
+        bounded={},
+        references=True,
+        interpreted=False,
+    ),
+    "CircleLoss": LossCase(
+        lambda n_classes, dim, **options: losses.CircleLoss(**options),
+        host_syncs=0,
+        bounded={},
+        references=True,
+        interpreted=False,
+    ),
+    "InfoNCELoss": LossCase(
+        lambda n_classes, dim, **options: losses.InfoNCELoss(**options),
+        bounded={"max_class_size": 9},
+        references=True,
+        interpreted=False,
     ),
 }
 

@@ -133,6 +133,11 @@ def rivals() -> dict[str, nn.Module]:
         "HistogramLoss": pml.HistogramLoss(n_bins=100),
         "FastAPLoss": pml.FastAPLoss(),
         "ProxyAnchorLoss": pml.ProxyAnchorLoss(2, 8),
+        "NTXentLoss": pml.NTXentLoss(),
+        "SupConLoss": pml.SupConLoss(),
+        "MultiSimilarityLoss": pml.MultiSimilarityLoss(),
+        "CircleLoss": pml.CircleLoss(),
+        "TripletMarginLoss": pml.TripletMarginLoss(),
     }
 
 

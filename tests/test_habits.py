@@ -166,10 +166,10 @@ def test_embeddings_have_eq_9_by_default() -> None:
 @pytest.mark.parametrize(
     ("module", "name", "there"),
     [
-        (losses, "TripletMarginLoss", "PNPLoss"),
+        (losses, "ContrastiveLoss", "PNPLoss"),
         (losses, "ArcFaceLoss", "SOPRCLoss"),
         (distances, "SNRDistance", "LpDistance"),
-        (reducers, "AvgNonZeroReducer", "MeanReducer"),
+        (reducers, "ClassWeightedReducer", "MeanReducer"),
         (regularizers, "SparseCentersRegularizer", "LpRegularizer"),
     ],
 )

@@ -166,8 +166,8 @@ def segment_sum(values: Tensor, segment: Tensor, count: Tensor) -> Tensor:
     return values.new_zeros(count.shape[0], *values.shape[1:]).index_add_(0, segment, values)
 
 
-def segment_max(values: Tensor, segment: Tensor, count: Tensor) -> Tensor:
-    """The maxima of consecutive values, at least 0 each; the arguments of `segment_sum`."""
+def segment_max(values: Tensor, segment: Tensor, count: Tensor, least: float = 0) -> Tensor:
+    """The maxima of consecutive values, at least `least` each; the arguments of `segment_sum`."""
     if is_complete(values.device):
-        return torch.segment_reduce(values, "max", lengths=count, initial=0, unsafe=True)
-    return values.new_zeros(count.shape[0]).scatter_reduce_(0, segment, values, "amax")
+        return torch.segment_reduce(values, "max", lengths=count, initial=least, unsafe=True)
+    return values.new_full(count.shape, least).scatter_reduce_(0, segment, values, "amax")
