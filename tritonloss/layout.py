@@ -152,6 +152,9 @@ def runs(sorted_values: Tensor) -> tuple[Tensor, Tensor]:
 
 def counts_of_sorted(values: Tensor, n: int) -> Tensor:
     """How often each of 0 .. n - 1 occurs, [n] int64; values: [M] int64, ascending."""
+    if is_complete(values.device):
+        count = torch.zeros(n, dtype=torch.int64, device=values.device)
+        return count.index_add_(0, values, torch.ones_like(values))
     return class_ranges(torch.arange(n, device=values.device), values)[1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -145,7 +146,6 @@ def cosine_ranking(
     positive_ranks: bool = False,
 ) -> Ranking:
     """The options of the primitive for cosines."""
-    max_class_size, memory_budget = check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
     return Ranking(surrogate, temperature, positive_ranks, max_class_size, 1, memory_budget, normalize=True)
 
 
@@ -159,6 +159,10 @@ def loss_of_ranks(
     check_embeddings(embeddings, "embeddings")
     check_labels(labels, embeddings, "labels")
     check_choice("reduction", reduction, Reduction)
+    size, budget = ranked.ranking.max_class_size, ranked.ranking.memory_budget
+    size, budget = check_bounds(max_class_size=size, memory_budget=budget)
+    ranking = replace(ranked.ranking, max_class_size=size, memory_budget=budget)
+    ranked = ranked._replace(ranking=ranking)
     with full_precision(embeddings):
         if reduction == "none":
             loss, _ = ranked_values(embeddings, labels, ranked)
