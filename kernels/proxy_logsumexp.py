@@ -52,7 +52,7 @@ def proxy_logsumexp_forward(
     BLOCK_N: tl.constexpr,
 ):
     """positive[row] = ln(1 + sum of e^(offset - score) over the row's own columns), negative[row] = ln(1 + sum of
-    e^(offset + score) over the others). One program a row: no partial results, no atomics.
+    e^(offset + score) over the others). One program per row: no partial results, no atomics.
     """
     row = tl.program_id(0)
     row_scores = row_pointer(scores, row, stride_units)

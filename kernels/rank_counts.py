@@ -27,7 +27,7 @@ def rank_counts(
 ):
     """counts[row, p] = the number of keys with a score > relevant[row, p], or >= without STRICT; int32.
 
-    One program a row and BLOCK_P relevant keys. Integers: their order, and so the run, does not matter.
+    One program per row and BLOCK_P relevant keys. Integers: their order, and so the run, does not matter.
     """
     row = tl.program_id(0)
     # The tiles take both other axes: one of them is too short for the largest classes.

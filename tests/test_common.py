@@ -632,7 +632,7 @@ print(*(peak(n, memory_budget=1 << 20) for n in (2048, 4096)), *(peak(n) for n i
 @peaks_are_known
 @pytest.mark.parametrize("name", LOSSES)
 def test_peak_memory(name: str) -> None:
-    """4096^2 float32 are 64 MiB. Case 69 asks for less than 64 N^2 bytes, 1 GiB.
+    """4096^2 float32 are 64 MiB. A user asked for less than 64 N^2 bytes, 1 GiB.
 
     With 1 MiB for similarities, N = 4096 takes less than a quarter of that matrix: a few blocks, N D numbers and the
     pairs, which at most double with N. By default the matrix and a gradient of its size may be kept, beside a dozen

@@ -182,7 +182,7 @@ class _Processes:
         self.wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         if any(wrapper.static_graph for wrapper in self.wrappers):
             raise ValueError(
-                "model is a DistributedDataParallel with static_graph=True, which allows one backward pass a step"
+                "model is a DistributedDataParallel with static_graph=True, which allows one backward pass per step"
             )
         self.parameters: list[nn.Parameter] = []
         self.group: Any = None

@@ -174,7 +174,7 @@ class BaseMetricLossFunction(nn.Module):
 
 
 class PerQueryLoss(BaseMetricLossFunction):
-    """Base of the losses with one term, which has one value a query.
+    """Base of the losses with one term, which has one value per query.
 
     A subclass defines `per_query` and the name of the term. Rows that are no queries have no value in the term; which
     they are is known on the device only, so `loss_terms`, and `forward` with another reducer than `MeanReducer`, wait
@@ -279,7 +279,7 @@ def check_labels(labels: Any, embeddings: Tensor, name: str) -> None:
         raise TypeError(f"{name} must be of an integer dtype or bool, got {labels.dtype}")
     if labels.ndim != 1 or labels.shape[0] != embeddings.shape[0]:
         raise ValueError(
-            f"{name} must have shape [{embeddings.shape[0]}], one label a row of embeddings, got {list(labels.shape)}"
+            f"{name} must have shape [{embeddings.shape[0]}], one label per row of embeddings, got {list(labels.shape)}"
         )
     if labels.device != embeddings.device:
         raise ValueError(f"{name} must be on {embeddings.device} like the embeddings, got {labels.device}")
@@ -306,7 +306,7 @@ def require_cosine(loss: str, distance: Distance) -> None:
 
 
 def check_numbers(**options: Any) -> None:
-    """Each option is a real number and no NaN, or an error that names it."""
+    """Raise TypeError for an option that is no real number, ValueError for NaN; both name the option."""
     for name, value in options.items():
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{name} must be a number, got {type(value).__name__}")

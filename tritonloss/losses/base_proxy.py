@@ -1,4 +1,4 @@
-"""What every loss with one learnable vector a class shares."""
+"""What every loss with one learnable vector per class shares."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -35,7 +35,7 @@ class SemiVarianceRegularizer(nn.Module):
 
     `regularizer(embeddings, labels)` takes embeddings [N, D] of any floating dtype, normalised here, and labels [N]:
     h is the cosine similarity, every row a query, itself never its positive. `regularizer(scores, targets)` takes
-    scores [B] with targets [B], or [B, C] with targets [B, C] (each column a query), above 0 where positive.
+    scores [B] with targets [B], or [B, C] with targets [B, C] (each column is a query), above 0 where positive.
     `regularizer(scores, positives=..., negatives=...)` takes scores [Q, N] and two bool masks [Q, N].
 
     Args:

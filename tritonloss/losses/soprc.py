@@ -153,11 +153,11 @@ class SOPRCLoss(ScoreMemory):
             0 .. num_classes - 1. Each row is a query, its positives are the other rows of its class, h is the cosine
             similarity, and v belongs to the class.
         `criterion(scores, targets)`: binary classification, scores [B] of any floating dtype, targets [B], above 0
-            where positive, num_classes 1: one query. Or multi-label, [B, C] each and num_classes C: a query a column.
+            where positive, num_classes 1: one query. Or multi-label, [B, C] each, num_classes C: one query per column.
             Logits [B, C] of a classifier with class indices [B] would be taken for embeddings with labels: give
             `torch.nn.functional.one_hot(labels, C)` as targets.
-        `criterion(scores, positives=mask, negatives=mask, classes=...)`: scores [Q, N] and bool masks [Q, N], a query
-            a row; classes [Q] says whose v it uses and may be left out where num_classes is 1 or Q.
+        `criterion(scores, positives=mask, negatives=mask, classes=...)`: scores [Q, N] and bool masks [Q, N], one query
+            per row; classes [Q] says whose v it uses and may be left out where num_classes is 1 or Q.
 
     The memory: in training mode each call first computes phi of the positive scores (Algorithm 2), moves the rows of
     the classes that it meets, v <- (1 - beta) v + beta phi (Eq. 10), and then uses them (Eq. 11). In eval mode, or
@@ -464,7 +464,7 @@ class Queries:
     def of_embeddings(
         cls, embeddings: Tensor, classes: Tensor, max_class_size: int | None, memory_budget: int | None
     ) -> Queries:
-        """Every row a query, its positives the other rows of its class."""
+        """Every row is a query, its positives the other rows of its class."""
         if selected_backend() == "reference":
             return cls.of_scores(reference.similarity(upcast(embeddings), classes), classes, memory_budget)
         layout = ClassLayout.from_labels(classes)
@@ -638,7 +638,7 @@ def classes_of_queries(classes: Any, scores: Tensor, num_classes: int) -> Tensor
             )
         if classes.shape != (n_queries,) or classes.device != scores.device:
             raise ValueError(
-                f"classes must have shape [{n_queries}] on {scores.device}, one a row of scores, "
+                f"classes must have shape [{n_queries}] on {scores.device}, one per row of scores, "
                 f"got {list(classes.shape)} on {classes.device}"
             )
         return class_labels(classes, num_classes)

@@ -125,7 +125,9 @@ def semi_variance_total(
 
 
 class _Factors(NamedTuple):
-    """The gradients of the results as a function of them; before the walk, where the numbers of pairs suffice."""
+    """function: from the results of the walk to the gradients of the results. before: it needs the numbers of pairs
+    only, which are known before the walk.
+    """
 
     function: Callable[[Sequence[Tensor]], list[Tensor]]
     before: bool
