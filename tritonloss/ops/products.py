@@ -299,11 +299,12 @@ def add_symmetric_gradient(
     _add_products(out, terms, operand.terms, scale)
 
 
-def row_gradient(total: Tensor, operand: Operand) -> Tensor:
-    """The gradient of the rows that `prepare` was given, [N, D] in their dtype, from the sum of gradient products.
+def row_gradient(total: Tensor, operand: Operand, dtype: torch.dtype | None = None) -> Tensor:
+    """The gradient of the rows that `prepare` was given, [N, D], from the sum of gradient products.
 
     The part along a normalised row is taken out, but not of rows shorter than 1e-12, which are divided by a constant.
-    total: [N, D] contiguous float32 or float64; overwritten. Everything is computed in its dtype and rounded once.
+    total: [N, D] contiguous float32 or float64; overwritten. Everything is computed in its dtype.
+    dtype: that the result is rounded to, in the end; default that of the rows.
     """
     if operand.norm is not None:
         values = operand.values()
@@ -312,7 +313,7 @@ def row_gradient(total: Tensor, operand: Operand) -> Tensor:
         total.addcmul_(values, along, value=-1)
     if operand.divisor is not None:
         total.div_(operand.divisor)
-    return total.to(operand.raw.dtype)
+    return total.to(operand.raw.dtype if dtype is None else dtype)
 
 
 def _weigh(matrix: Tensor, of_rows: Tensor | None, rows: slice, of_columns: Tensor | None) -> None:
