@@ -165,7 +165,7 @@ def embeddings(data: str, n: int, dimension: int, dtype: torch.dtype, device: st
 
 
 def tensor_core(depth: int) -> products.Multiply:
-    """Products of half precision operands as a tensor core adds them: exact, rounded towards zero after every `depth`."""
+    """Half precision products as a tensor core adds them: exact, rounded towards zero after every `depth` of them."""
 
     def multiply_as_tensor_core(out: Tensor, a: Tensor, b: Tensor, alpha: float, beta: float) -> None:
         a, b = a.double(), b.double()
@@ -196,7 +196,7 @@ def multiplying(form: products.Multiply) -> Iterator[None]:
 
 
 def split_errors(rows: Tensor, mode: str) -> Error:
-    """Of PNP's R and of its gradient by the rows [n, D], not yet rounded to their dtype; all but products in float64."""
+    """Of PNP's R, and of its gradient by the rows [n, D] in float32; all but the products is float64."""
     n = rows.shape[0]
     leaf = rows.double().clone().requires_grad_()
     unit = F.normalize(leaf, dim=1)

@@ -30,8 +30,8 @@ def one_after_another(found: Estimate) -> float:
 def test_figures_to_reach(n: int, dtype: torch.dtype, seconds: float) -> None:
     found = estimate(losses.PNPLoss, n, 512, dtype=dtype)
     assert found.seconds <= seconds
-    assert one_after_another(found) <= 1.05 * seconds
     assert found.seconds <= one_after_another(found)
+    assert dtype == torch.float32 or one_after_another(found) <= 1.01 * seconds
     assert found.bound == "products"
     if n == 131072:
         assert found.panels.rows == 2048

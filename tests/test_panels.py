@@ -120,8 +120,8 @@ def test_long_rows_read_and_write_scores_again() -> None:
     [
         ("ieee", torch.float32, 1, 4, 4, 8),
         ("split", torch.bfloat16, 2, 2 + 2, 2 + 2, 16),
-        ("split", torch.float16, 3, 2 + 2 + 2, 2 + 2 + 2, 24),
-        ("split", torch.float32, 3, 2 + 2 + 2, 2 + 2 + 2, 24),
+        ("split", torch.float16, 4, 4 * 2, 4 * 2, 4 * 8),
+        ("split", torch.float32, 5, 5 * 2, 5 * 2, 5 * 8),
         ("ieee", torch.float64, 1, 8, 8, 16),
     ],
 )

@@ -95,7 +95,7 @@ LOSSES = {
     "ProxyAnchorLoss": PROXIES,
 }
 # Passes over a panel where kernels do not apply factors, bytes for each pair. Each of two factors reads and writes a
-# score, or the gradient of a score. Two terms read the gradient twice, write two halves, and the second reads the first.
+# score, or the gradient of one. Two terms read the gradient twice, write two halves, and the second reads the first.
 FACTOR_BYTES, TERM_BYTES = 16, 14
 
 

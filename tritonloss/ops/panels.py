@@ -108,8 +108,8 @@ MODES = {
     ("ieee", torch.float64): Products(1, 1, 8, 8, 8, 8, 0, "float64"),
     ("ieee", torch.float32): Products(1, 1, 4, 4, 4, 4, 0, "float32"),
     ("tf32", torch.float32): Products(1, 1, 4, 4, 4, 4, 0, "tf32"),
-    ("split", torch.float32): Products(3, 3, 6, 6, 6, 8, 4, "tensor"),
-    ("split", torch.float16): Products(1, 3, 2, 6, 6, 0, 4, "tensor"),
+    ("split", torch.float32): Products(3, 5, 6, 10, 10, 8, 6, "tensor"),
+    ("split", torch.float16): Products(1, 4, 2, 8, 8, 0, 4, "tensor"),
     ("split", torch.bfloat16): Products(1, 2, 2, 4, 4, 2, 0, "tensor"),
 }
 

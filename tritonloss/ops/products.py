@@ -109,11 +109,8 @@ class Operand:
     def terms(self) -> tuple[Tensor, ...]:
         """[N, D] each; their sum is what gradients are multiplied with. Made at the first use, which scores are not."""
         if not self._terms:
-            self._terms = _bfloat16_terms(
-                self.raw if self.norm is None or self.factor is not None else self.values()
-            )
-            if self.norm is None:
-                self._terms[1].nan_to_num_(0.0, 0.0, 0.0)  # infinity has no lower term
+            exact = self.raw if self.norm is None or self.factor is not None else self.values()
+            self._terms = _row_terms(exact)
         return self._terms
 
     def values(self) -> Tensor:
@@ -134,7 +131,7 @@ def prepare(rows: Tensor, *, normalize: bool, mode: str) -> Operand:
         mode: of `resolve_mode`. "split" loses what is below 2^-39 of a unit row in float32.
 
     Time O(N D). Memory, in bytes for each of N D entries: "ieee" 4 if normalised or half precision (8 in float64);
-    "split" 8 for float32, 2 for bfloat16 if normalised, none for float16; for gradients 4 more, but not for bfloat16.
+    "split" 8 for float32, 2 for bfloat16 if normalised, none for float16; for gradients 6, 0 and 4 more.
     """
     if mode == "ieee" or rows.shape[1] == 0:
         return _prepare_values(rows, normalize)
@@ -200,11 +197,24 @@ def _power_of_two(positive: Tensor) -> Tensor:
     return (positive.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
 
 
-def _bfloat16_terms(x: Tensor, space: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x as high + low with 16 bits and the range of float32, which is exact for float16; space: [2, *x.shape]."""
-    if space is None:
-        space = torch.empty(2, *x.shape, dtype=torch.bfloat16, device=x.device)
-    high, low = space[0], space[1]
+def _row_terms(x: Tensor) -> tuple[Tensor, ...]:
+    """x as a sum of bfloat16: two for float16 and three for float32, which is exact but for subnormal numbers.
+
+    Where all rows are alike, what they have in common cancels in the gradient: two terms of float32 were not enough.
+    """
+    n_terms = 2 if x.dtype == torch.float16 else 3
+    space = torch.empty(n_terms, *x.shape, dtype=torch.bfloat16, device=x.device)
+    rest = upcast(x).clone()
+    for term in space:
+        term.copy_(rest)
+        rest.sub_(term)
+    space[1:].nan_to_num_(0.0, 0.0, 0.0)  # infinity has no lower terms
+    return tuple(space.unbind())
+
+
+def _gradient_halves(x: Tensor, scratch: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x as high + low in bfloat16: 16 bits, with the range of float32."""
+    high, low = _halves_of(torch.empty(x.shape, device=x.device) if scratch is None else scratch).unbind()
     high.copy_(x)
     torch.sub(x, high, out=low)
     return high, low
@@ -259,13 +269,14 @@ def gradient_terms(
         return (gradient,)
     if factors:
         _weigh_gradient(gradient, queries, rows, keys)
-    return _bfloat16_terms(gradient, None if scratch is None else _halves_of(scratch))
+    return _gradient_halves(gradient, scratch)
 
 
 def add_query_gradient(terms: tuple[Tensor, ...], keys: Operand, out: Tensor, scale: float = 1.0) -> None:
     """out += scale * (gradient @ keys); out: [rows, D] contiguous, in the dtype that is computed in.
 
-    terms: of `gradient_terms`. Time O(rows N D): one product in "ieee", two for bfloat16 rows, else three.
+    terms: of `gradient_terms`. Time O(rows N D): in "ieee" one product, else two for
+    bfloat16 rows, four for float16 and five for float32.
     """
     _add_products(out, terms, keys.terms, scale)
 
@@ -331,18 +342,25 @@ def _weigh_gradient(gradient: Tensor, queries: Operand, rows: slice, keys: Opera
 def _halves_of(scratch: Tensor) -> Tensor:
     """Two bfloat16 matrices [2, rows, N] in the memory of a float32 one, in the two halves of each of its rows."""
     rows, columns = scratch.shape
-    stride = max(scratch.stride(0), columns)  # that of a single row may be anything
+    stride = scratch.stride(0) if rows > 1 else columns  # the stride of a single row may be anything
     whole = scratch.as_strided((rows, stride), (stride, 1)).view(torch.bfloat16)
     return whole.as_strided((2, rows, columns), (stride, 2 * stride, 1))
 
 
 def _add_products(out: Tensor, left: tuple[Tensor, ...], right: tuple[Tensor, ...], scale: float) -> None:
-    """out += scale * sum of left @ sum of right, without the product of both lower terms; small products first."""
+    """out += scale * sum of left @ sum of right, but for products of terms that are below 2^-18 of the whole.
+
+    A term is 2^-9 of the one before. Small products come first: they are not rounded to the size of the large ones.
+    """
     if len(left) == 1:
         out.addmm_(left[0], right[0], alpha=scale)
         return
-    for a, b in [*((left[0], term) for term in right[1:]), (left[1], right[0]), (left[0], right[0])]:
-        _multiply_in_pieces(out, a, b, scale, 1.0, LONGEST_SUM_OF_ROWS, LONGEST_SUM_OF_ROWS)
+    for order in (2, 1, 0):
+        for i in range(min(order + 1, len(left))):
+            if order - i < len(right):
+                _multiply_in_pieces(
+                    out, left[i], right[order - i], scale, 1.0, LONGEST_SUM_OF_ROWS, LONGEST_SUM_OF_ROWS
+                )
 
 
 def _multiply_in_pieces(
