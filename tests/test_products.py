@@ -266,6 +266,7 @@ def test_terms_lie_in_the_scratch(rows: int, columns: int, device: torch.device)
     scratch = empty_scores(8, columns, gradient)[:rows]
     begin, end = scratch.data_ptr(), scratch.data_ptr() + rows * scratch.stride(0) * 4
     high, low = products.gradient_terms(gradient, operand, slice(0, rows), operand, scratch=scratch)
+    assert rows == 1 or low.data_ptr() - high.data_ptr() == 2 * scratch.stride(0)  # as aligned as the scratch
     for term in (high, low):
         assert begin <= term.data_ptr()
         assert term.data_ptr() + 2 * ((rows - 1) * term.stride(0) + columns) <= end
@@ -539,6 +540,15 @@ def test_the_operators_are_called_as_their_schemas_say(form: products.Multiply) 
     finally:
         library._destroy()
     assert isinstance(products.check((form,), torch.device("cpu")), str)
+
+
+def test_the_check_does_not_depend_on_the_default_dtype() -> None:
+    def multiply_into_float32(out: Tensor, a: Tensor, b: Tensor, alpha: float, beta: float) -> None:
+        assert out.dtype == torch.float32
+        products.multiply_upcast(out, a, b, alpha, beta)
+
+    torch.set_default_dtype(torch.float64)
+    assert products.check((multiply_into_float32,), torch.device("cpu")) is multiply_into_float32
 
 
 def test_a_form_that_raises_is_named() -> None:

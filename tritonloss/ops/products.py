@@ -208,13 +208,14 @@ def _row_terms(x: Tensor) -> tuple[Tensor, ...]:
     for term in space:
         term.copy_(rest)
         rest.sub_(term)
-    space[1:].nan_to_num_(0.0, 0.0, 0.0)  # infinity has no lower terms
     return tuple(space.unbind())
 
 
 def _gradient_halves(x: Tensor, scratch: Tensor | None) -> tuple[Tensor, Tensor]:
     """x as high + low in bfloat16: 16 bits, with the range of float32."""
-    high, low = _halves_of(torch.empty(x.shape, device=x.device) if scratch is None else scratch).unbind()
+    high, low = _halves_of(
+        torch.empty_like(x, memory_format=torch.contiguous_format) if scratch is None else scratch
+    ).unbind()
     high.copy_(x)
     torch.sub(x, high, out=low)
     return high, low
@@ -489,16 +490,18 @@ def _errors(multiply: Multiply, device: torch.device) -> Iterator[float]:
             b[1::2] *= -1
             product = a.to(exact) @ b.to(exact).T
             on_device, keys_on_device = a.to(device), b.to(device)
-            out = torch.full((rows, 48), torch.nan, device=device)[:, :keys]  # rows of scores are padded
+            out = torch.full((rows, 48), torch.nan, dtype=torch.float32, device=device)[
+                :, :keys
+            ]  # rows of scores are padded
             multiply(out, on_device, keys_on_device.T, 0.5, 0.0)
             yield _error(out, 0.5 * product, product)
             multiply(out, on_device, keys_on_device.T, 2.0, 1.0)
             yield _error(out, 2.5 * product, product)
-            transposed = torch.zeros(keys, rows, device=device)
+            transposed = torch.zeros(keys, rows, dtype=torch.float32, device=device)
             multiply(transposed, keys_on_device, on_device.T, 1.0, 1.0)
             yield _error(transposed.T, product, product)
             # As a gradient is multiplied: the contraction runs along the rows of both.
-            sums = torch.zeros(keys, rows, device=device)
+            sums = torch.zeros(keys, rows, dtype=torch.float32, device=device)
             left, right = keys_on_device.T.contiguous(), on_device.T.contiguous()
             multiply(sums, left.T, right, 1.0, 1.0)
             yield _error(sums.T, product, product)
