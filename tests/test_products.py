@@ -101,6 +101,21 @@ def test_the_switch_for_tf32_is_for_float32_rows(precision: str) -> None:
         torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.parametrize(("precision", "expected"), [("tf32", "ieee"), ("ieee", "split"), ("none", "split")])
+def test_the_switch_of_a_backend(precision: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it was used, torch refuses to tell the common one."""
+
+    class Matmul:
+        fp32_precision = precision
+
+    def refuse() -> str:
+        raise RuntimeError("mix of the legacy and new APIs")
+
+    monkeypatch.setattr(torch.backends.cuda, "matmul", Matmul())
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", refuse)
+    assert products.resolve_mode("split", torch.float32, torch.device("cpu")) == expected
+
+
 def test_float16_sums_of_torch_are_not_for_float16_terms(monkeypatch: pytest.MonkeyPatch) -> None:
     class Matmul:
         allow_fp16_accumulation = True

@@ -50,8 +50,8 @@ def resolve_mode(requested: str | None, dtype: torch.dtype, device: torch.device
     requested: the option `products=`: "ieee", "split" or "auto"; None stands for TRITONLOSS_PRODUCTS, and "auto" where
     that is not set. "auto" is "split" on CUDA and ROCm unless `split_unusable` has a reason, and "ieee" elsewhere.
 
-    float64 is always "ieee". So are float32 rows under `torch.set_float32_matmul_precision("high")` or "medium", which
-    ask for TF32, and rows of any dtype but bfloat16 where torch may add float16 products in float16.
+    float64 is always "ieee". So are float32 rows where torch was asked for TF32, and all rows but those in bfloat16
+    where torch may add float16 products in float16 (`torch.backends.cuda.matmul.allow_fp16_accumulation`).
 
     Raises ValueError for another name.
     """
@@ -64,11 +64,20 @@ def resolve_mode(requested: str | None, dtype: torch.dtype, device: torch.device
         return "ieee"
     if requested == "auto" and (device.type != "cuda" or split_unusable(device) is not None):
         return "ieee"
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+    if dtype == torch.float32 and _asks_for_tf32():
         return "ieee"
     if dtype != torch.bfloat16 and getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False):
         return "ieee"
     return "split"
+
+
+def _asks_for_tf32() -> bool:
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except (
+        RuntimeError
+    ):  # once a backend's own `fp32_precision` is set, torch no longer answers for all of them
+        return getattr(torch.backends.cuda.matmul, "fp32_precision", None) == "tf32"
 
 
 class Operand:
