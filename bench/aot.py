@@ -32,7 +32,7 @@ except ImportError:
 
 from tritonloss.backends import large_classes, tuning
 from tritonloss.backends.triton import INTERPRETED, KERNELS
-from tritonloss.ops.soft_rank import SURROGATES
+from tritonloss.ops.rank import SURROGATES
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -52,12 +52,14 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "WITH_POSITIVES": (False, True),
     "ONE_TILE": (True, False),
     "DESCENDING": (False, True),
+    "STRICT": (True, False),
     "PER_UNIT": tuple(sorted({stencil.per_unit for stencil in large_classes.STENCILS.values()})),
     "POINTS": tuple(sorted({stencil.points for stencil in large_classes.STENCILS.values()})),
 }
 INTEGER_POINTERS = {
     "start": "*i64",
     "count": "*i64",
+    "counts": "*i32",
     "offset": "*i64",
     "labels": "*i32",
     "ranges": "*i64",
@@ -166,19 +168,18 @@ def report(build: Build) -> dict[str, Any]:
         **asdict(build),
         "threads": threads,
         **usage,
+        "shared": kernel.metadata.shared,  # bytes at launch: the tools see none of them
         "int64_rows": rows_in_int64(build, kernel.asm["ttir"]),
     }
 
 
 def nvidia_usage(kernel: Any) -> dict[str, int]:
-    """Registers a thread, bytes of stack (spills), shared bytes, fences."""
+    """Registers a thread, bytes of stack (spills), fences."""
     with cubin(kernel) as path:
         text = tool("cuobjdump", "-res-usage", path)
-    registers, stack, shared = (
-        int(re.findall(rf"{key}:(\d+)", text)[-1]) for key in ("REG", "STACK", "SHARED")
-    )
+    registers, stack = (int(re.findall(rf"{key}:(\d+)", text)[-1]) for key in ("REG", "STACK"))
     fences = len(re.findall(r"\b(?:membar|fence)\b", kernel.asm["ptx"]))  # each is a MEMBAR in the SASS
-    return {"registers": registers, "spills": stack, "shared": shared, "fences": fences}
+    return {"registers": registers, "spills": stack, "fences": fences}
 
 
 def amd_usage(kernel: Any) -> dict[str, int]:
@@ -191,7 +192,6 @@ def amd_usage(kernel: Any) -> dict[str, int]:
     return {
         "registers": value("vgpr_count"),
         "spills": 4 * value("vgpr_spill_count"),  # a spilled SGPR goes to a lane of a VGPR, not to memory
-        "shared": value("group_segment_fixed_size"),
         "fences": len(re.findall(r"\bbuffer_wbl2\b|\bbuffer_inv\b", text)),
     }
 

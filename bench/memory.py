@@ -25,13 +25,18 @@ def _status(field: str) -> int:
 
 
 def peak_above(run: Callable[[], object], device: str) -> int:
-    """The bytes that a second `run` takes at most, above what this process holds before it."""
+    """The bytes that a later `run` takes at most, above what this process holds before it."""
     run()  # compiles, tunes, starts threads
     if device == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         run()
         return torch.cuda.max_memory_allocated() - before
+    # A page of a library that the system dropped and a run reads again counts as that run's: the smaller of two.
+    return min(_peak_of_the_process(run) for _ in range(2))
+
+
+def _peak_of_the_process(run: Callable[[], object]) -> int:
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = _status("VmRSS")

@@ -9,6 +9,8 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tritonloss import metrics
+
 RIGHT, WRONG, QUERY = (46, 160, 67), (218, 54, 51), (255, 255, 255)
 
 
@@ -32,21 +34,14 @@ def embed(network: nn.Module, images: Tensor, block: int = 512) -> Tensor:
     return embeddings
 
 
-def retrieval(embeddings: Tensor, labels: Tensor, block: int = 512) -> Retrieval:
+def retrieval(embeddings: Tensor, labels: Tensor) -> Retrieval:
     """Every row is a query against all others, by cosine; a row whose class has no other row is no query.
 
-    embeddings: [N, ...], flattened. labels: [N]. block: queries ranked at a time; memory grows with block * N.
+    embeddings: [N, ...], flattened. labels: [N].
     """
-    unit = F.normalize(embeddings.flatten(1))
-    precisions, firsts = [], []
-    for rows in torch.arange(len(unit), device=unit.device).split(block):
-        order = ranking(unit, rows)
-        hits = (labels[order] == labels[rows, None]).float()
-        precision = hits.cumsum(1) / torch.arange(1, hits.shape[1] + 1, device=hits.device)
-        is_query = hits.any(1)
-        precisions.append(((precision * hits).sum(1) / hits.sum(1))[is_query])
-        firsts.append(hits[is_query, 0])
-    return Retrieval(torch.cat(precisions).mean().item(), torch.cat(firsts).mean().item())
+    names = Retrieval._fields
+    values = metrics.retrieval_metrics(embeddings.flatten(1), labels, metrics=names).values
+    return Retrieval(*(values[name].item() for name in names))
 
 
 def ranking(unit: Tensor, rows: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from tritonloss.types import PNPVariant
 EMBEDDING_SIZE = 128
 LEARNING_RATE = 0.01
 EVALUATE_EVERY = 40
+STEPS = 200
 
 # A loss may have parameters, as proxies are: the optimizer gets them too.
 LOSSES: dict[str, Callable[[argparse.Namespace, int, int], nn.Module]] = {
@@ -59,7 +60,7 @@ def arguments() -> argparse.Namespace:
     add("--temperature", type=float, default=0.05, help="of the sigmoid that counts, in units of the cosine")
     add("--batch-size", type=int, default=256, help="images in a batch")
     add("--images-per-class", type=int, default=8, help="images of each class in a batch")
-    add("--steps", type=int, default=200, help="batches to train on")
+    add("--steps", type=int, default=STEPS, help="batches to train on")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
     add("--seed", type=int, default=0, help="of the weights, the batches and the distortions")
     add("--output", type=Path, default=Path("build/train.png"), help="the picture to write")
@@ -72,7 +73,20 @@ def arguments() -> argparse.Namespace:
         )
     if args.batch_size < 1 or args.batch_size % args.images_per_class:
         parser.error(f"--batch-size is {args.batch_size}: expected a multiple of {args.images_per_class}")
+    if args.device == "cuda" and "LOCAL_RANK" in os.environ:
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+    if (reason := why_not(args.device)) is not None:
+        parser.error(f"--device is {args.device}, which cannot be used here: {reason}")
     return args
+
+
+def why_not(device: str) -> str | None:
+    """The first line of what torch says where it cannot compute on a device."""
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        return str(error).splitlines()[0]
+    return None
 
 
 def convolutional_network() -> nn.Sequential:
@@ -102,8 +116,7 @@ def join_processes(args: argparse.Namespace) -> tuple[int, int]:
     """The rank of this process and their number: those of torchrun, which sets the environment, or 0 and 1."""
     if "WORLD_SIZE" not in os.environ:
         return 0, 1
-    if args.device == "cuda":
-        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+    if args.device.startswith("cuda:"):
         torch.cuda.set_device(args.device)
     dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
     return dist.get_rank(), dist.get_world_size()
@@ -175,6 +188,10 @@ def main() -> None:
         f"loss: {type(loss_function).__name__} on {device}, backend {resolve_backend(selected_backend(), device)}\n"
         f"picture: {args.output}"
     )
+    if args.steps < STEPS:
+        print(
+            f"{args.steps} steps are few: retrieval may fall before it rises, and {STEPS} are meant (--steps {STEPS})"
+        )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib.util
 import sys
+import threading
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -13,6 +17,7 @@ from checks import assert_close, assert_same, python, value_and_grad
 from inputs import E1
 from registry import LOSSES
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import tritonloss
 from tritonloss import backends, reference
@@ -22,7 +27,6 @@ from tritonloss.backends import (
     resolve_backend,
     selected_backend,
     triton_unusable,
-    tuning,
     use_backend,
 )
 from tritonloss.backends import triton as triton_backend
@@ -30,7 +34,6 @@ from tritonloss.layout import Positives
 from tritonloss.losses import PNPLoss
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
-interpreted = pytest.mark.skipif(not triton_backend.INTERPRETED, reason="on a GPU the kernels are compiled")
 
 # --- the choice ---
 
@@ -46,7 +49,10 @@ def test_auto_takes_triton_on_cuda_where_it_works(
     reason: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backends, "triton_unusable", lambda device: reason)
-    assert resolve_backend("auto", CUDA) == expected
+    monkeypatch.setattr(backends, "_warned", False)
+    with pytest.warns(RuntimeWarning, match=reason) if reason else contextlib.nullcontext():
+        assert resolve_backend("auto", CUDA) == expected
+    assert resolve_backend("auto", CUDA) == expected  # it is said once
 
 
 @pytest.mark.parametrize("name", ["eager", "reference"])
@@ -78,6 +84,7 @@ def test_capability(
     monkeypatch.setattr(triton_backend, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", get_device_capability)
     monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # nothing is launched
     reason = triton_unusable(CUDA)
     assert (reason is None) == usable
     assert usable or "capability (8, 0)" in str(reason)
@@ -94,6 +101,129 @@ def test_use_backend_as_a_call_and_as_a_context() -> None:
         assert selected_backend() == "reference"
     assert selected_backend() == "eager"
     assert tritonloss.use_backend is use_backend
+
+
+def test_a_call_stands_until_the_object_is_entered() -> None:
+    """A call alone switches; a block takes that back, in whatever order prepared objects are entered."""
+    use_backend("eager")
+    for order in ([0, 1], [1, 0]):
+        prepared = [use_backend("reference"), use_backend("triton")]
+        assert selected_backend() == "triton"
+        for i in order:
+            with prepared[i]:
+                assert selected_backend() == ("reference", "triton")[i]
+        assert selected_backend() == "eager"
+
+
+def test_calls_leave_nothing_behind() -> None:
+    for _ in range(100):
+        use_backend("eager")
+    assert len(backends._calls._made) <= 2
+
+
+def test_one_object_entered_again_and_within_itself() -> None:
+    block = use_backend("reference")
+    for _ in range(2):
+        with block, use_backend("eager"), block:
+            assert selected_backend() == "reference"
+        assert selected_backend() == "auto"
+
+
+def test_blocks_of_two_threads_overlap() -> None:
+    """First in, first out; and the same object in both."""
+    shared, inside, left = use_backend("reference"), threading.Event(), threading.Event()
+    seen = []
+
+    def other() -> None:
+        seen.append(selected_backend())
+        with use_backend("eager"), shared:
+            inside.set()
+            assert left.wait(10)
+            seen.append(selected_backend())
+        seen.append(selected_backend())
+
+    thread = threading.Thread(target=other)
+    with shared:
+        thread.start()
+        assert inside.wait(10)
+        assert selected_backend() == "reference"
+    left.set()
+    thread.join()
+    assert seen == ["auto", "reference", "auto"]
+    assert selected_backend() == "auto"
+
+
+def test_a_call_reaches_other_threads() -> None:
+    seen: list[str] = []
+    use_backend("eager")
+    with use_backend("reference"):
+        thread = threading.Thread(target=lambda: seen.append(selected_backend()))
+        thread.start()
+        thread.join()
+    assert seen == ["eager"]
+
+
+def test_blocks_of_two_tasks_overlap() -> None:
+    async def task(name: str, steps: int) -> list[str]:
+        seen = []
+        with use_backend(name):
+            for _ in range(steps):
+                await asyncio.sleep(0)
+                seen.append(selected_backend())
+        return [*seen, selected_backend()]
+
+    async def both() -> list[list[str]]:
+        return await asyncio.gather(task("reference", 2), task("eager", 4))
+
+    assert asyncio.run(both()) == [["reference"] * 2 + ["auto"], ["eager"] * 4 + ["auto"]]
+
+
+def test_blocks_of_two_generators_overlap() -> None:
+    def block(name: str) -> Iterator[None]:
+        with use_backend(name):
+            yield
+
+    first, second = block("reference"), block("eager")
+    assert (next(first), next(second), next(first, 0)) == (None, None, 0)
+    assert selected_backend() == "eager"
+    assert next(second, 0) == 0
+    assert selected_backend() == "auto"
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns about itself
+def test_a_compiled_function_follows_the_choice(compiler: None) -> None:
+    """One graph, and another one for another name: of a call, a block, another thread, and within the function."""
+    counter = CompileCounterWithBackend("eager")
+
+    def number(x: Tensor) -> Tensor:
+        return x + ["auto", "eager", "triton", "reference"].index(selected_backend())
+
+    def both(x: Tensor) -> Tensor:
+        with use_backend("reference"):
+            inner = number(x)
+        return 10 * inner + number(x)
+
+    compiled = torch.compile(number, fullgraph=True, backend=counter)
+    zero, seen = torch.zeros(()), []
+    assert compiled(zero) == 0
+    with use_backend("eager"):
+        assert compiled(zero) == 1
+        with use_backend("reference"):
+            assert compiled(zero) == 3
+            thread = threading.Thread(target=lambda: seen.append(compiled(zero).item()))
+            thread.start()
+            thread.join()
+        assert compiled(zero) == 1
+    assert seen == [0]
+    use_backend("triton")
+    assert compiled(zero) == 2
+    built = counter.frame_count
+    use_backend("auto")
+    assert compiled(zero) == 0
+    assert counter.frame_count == built
+    with use_backend("eager"):
+        assert torch.compile(both, fullgraph=True, backend=counter)(zero) == 31
+    assert selected_backend() == "auto"
 
 
 def test_use_backend_is_undone_by_an_exception() -> None:
@@ -288,18 +418,16 @@ class Guard:
 
 
 class Recorder:
-    """Stands for a kernel: remembers the guards of every launch, and its arguments."""
+    """Stands for a kernel: remembers the guards of every launch."""
 
     def __init__(self) -> None:
         self.guards: list[list[torch.device]] = []
-        self.arguments: list[dict[str, Any]] = []
 
     def __getitem__(self, grid: Any) -> Recorder:
         return self
 
     def __call__(self, **arguments: Any) -> None:
         self.guards.append(list(Guard.active))
-        self.arguments.append(arguments)
 
 
 def block_arguments(n_keys: int = 40, dtype: torch.dtype = torch.float64) -> SimpleNamespace:
@@ -320,27 +448,16 @@ def launch_both(b: SimpleNamespace, scores: Tensor) -> None:
     )
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> tuple[Recorder, Recorder]:
-    """In place of the autotuned and of the plain kernels, as on a GPU."""
-    tuned, plain = Recorder(), Recorder()
-    monkeypatch.setattr(triton_backend, "INTERPRETED", False)
-    monkeypatch.setattr(triton_backend, "_autotuner", lambda name: tuned)
-    for name in ("soft_rank_forward", "soft_rank_backward"):
-        monkeypatch.setitem(triton_backend.KERNELS, name, plain)
-    return tuned, plain
-
-
-@pytest.mark.parametrize("variable", ["1", "0"])
-def test_kernels_are_launched_on_the_device_of_the_scores(
-    variable: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_launched_on_the_device_of_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Case 58: the current device may be another one."""
     monkeypatch.setattr(torch.cuda, "device", Guard)
-    monkeypatch.setenv("TRITONLOSS_AUTOTUNE", variable)
-    tuned, plain = stand_in(monkeypatch)
+    monkeypatch.setattr(triton_backend, "INTERPRETED", False)
+    recorder = Recorder()
+    for name in ("soft_rank_forward", "soft_rank_backward"):
+        monkeypatch.setitem(triton_backend.KERNELS, name, recorder)
     b = block_arguments()
     launch_both(b, b.scores.as_subclass(OnCuda))
-    assert tuned.guards + plain.guards == [[CUDA], [CUDA]]
+    assert recorder.guards == [[CUDA], [CUDA]]
     assert Guard.active == []
 
 
@@ -376,124 +493,3 @@ def test_more_tiles_of_positives_than_an_axis_of_the_grid_has_programs(
     monkeypatch.setattr(triton_backend, "MAX_GRID_AXIS", 3)
     assert_same(forward(), expected)
     assert all(values.isfinite().all() for values in expected)
-
-
-# --- tuning ---
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [(0, 1), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (1000, 1024), (1024, 1024), (1025, 2048)],
-)
-def test_bucket(size: int, expected: int) -> None:
-    assert tuning.bucket(size) == expected
-
-
-@pytest.mark.parametrize("width", range(1, 40))
-def test_positives_per_tile(width: int) -> None:
-    """A power of two, no more than the class needs and no more than 8."""
-    assert tuning.positives_per_tile(width) == min(8, tuning.bucket(width))
-
-
-@pytest.mark.parametrize("itemsize", [4, 8])
-@pytest.mark.parametrize("kernel", tuning.CONFIGS)
-def test_every_tile_has_a_configuration(kernel: str, itemsize: int) -> None:
-    for block_p in [1, 2, 4, 8] if kernel.startswith("soft_rank") else [1]:
-        configurations = tuning.configurations(kernel, block_p, itemsize)
-        assert configurations
-        for config in configurations:
-            assert tuning.fits_registers(config, block_p)
-            assert config["BLOCK_N"] == tuning.bucket(config["BLOCK_N"])
-            assert config["num_warps"] * 64 <= 1024  # case 85: a warp of AMD has 64 lanes
-
-
-def test_every_kernel_has_configurations() -> None:
-    assert set(triton_backend.KERNELS) == set(tuning.CONFIGS)
-
-
-@pytest.mark.parametrize(("variable", "enabled"), [(None, True), ("1", True), ("0", False)])
-def test_tuning_is_switched_by_the_environment(
-    variable: str | None, enabled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TRITONLOSS_AUTOTUNE", raising=False)
-    if variable is not None:
-        monkeypatch.setenv("TRITONLOSS_AUTOTUNE", variable)
-    assert tuning.tuning_enabled() == enabled
-    tuned, plain = stand_in(monkeypatch)
-    b = block_arguments(dtype=torch.float32)
-    launch_both(b, b.scores)
-    used, unused = (tuned, plain) if enabled else (plain, tuned)
-    assert (len(used.arguments), len(unused.arguments)) == (2, 0)
-    for kernel, arguments in zip(("soft_rank_forward", "soft_rank_backward"), used.arguments, strict=True):
-        first = tuning.configurations(kernel, arguments["BLOCK_P"])[0]
-        # The autotuner adds a configuration itself; without it the first one is fixed.
-        assert arguments.items() & first.items() == (set() if enabled else first.items())
-
-
-def tuners(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], list[str]]:
-    """The autotuners of the two kernels, in place, with a benchmark that runs nothing; and its calls."""
-    benchmarked: list[str] = []
-
-    def tuner(name: str) -> Any:
-        def do_bench(kernel_call: Any, quantiles: Any) -> list[float]:
-            benchmarked.append(name)
-            return [float(len(benchmarked))] * 3
-
-        # triton.autotune of 3.2 drops the argument, and asks the driver of a GPU instead.
-        driver = SimpleNamespace(active=SimpleNamespace(get_benchmarker=lambda: do_bench))
-        monkeypatch.setattr(sys.modules["triton.runtime.autotuner"], "driver", driver)
-        return tuning.autotuner(triton_backend.triton, triton_backend.KERNELS[name], name, do_bench)
-
-    made = {name: tuner(name) for name in ("soft_rank_forward", "soft_rank_backward")}
-    monkeypatch.setattr(triton_backend, "INTERPRETED", False)
-    monkeypatch.setattr(triton_backend, "_autotuner", made.__getitem__)
-    return made, benchmarked
-
-
-@interpreted
-def test_tuning_entries_of_a_sweep_of_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Case 79: 40 sizes from 900 to 1290 lie in two buckets, 1024 and 2048: two entries a kernel, not 40.
-
-    The real kernels under Triton's own autotuner, in float64, for which no assembly is needed.
-    """
-    made, benchmarked = tuners(monkeypatch)
-    monkeypatch.setattr(
-        tuning, "configurations", lambda kernel, block_p=1, itemsize=4: tuning.CONFIGS[kernel][:2]
-    )
-    for n in range(900, 1300, 10):
-        b = block_arguments(n)
-        launch_both(b, b.scores)
-    assert {name: len(tuner.cache) for name, tuner in made.items()} == dict.fromkeys(made, 2)
-    assert benchmarked == [
-        name for _ in range(2) for name in made for _ in range(2)
-    ]  # two configurations each
-    # The result is that of the last launch, by the configuration that was found: the first one was the fastest.
-    ranks, slopes, positives, _ = b.flat
-    expected = [t.clone() for t in (ranks, slopes, positives)]
-    monkeypatch.setattr(triton_backend, "INTERPRETED", True)
-    launch_both(b, b.scores)
-    assert_close([ranks, slopes, positives], expected, rtol=1e-12)
-    assert {c.kwargs["BLOCK_N"] for tuner in made.values() for c in tuner.cache.values()} == {512}
-
-
-@interpreted
-def test_what_separates_tuning_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The surrogate and the bucket of the class size do, as they change the work of a tile."""
-    made, _ = tuners(monkeypatch)
-    monkeypatch.setattr(
-        tuning, "configurations", lambda kernel, block_p=1, itemsize=4: tuning.CONFIGS[kernel][:2]
-    )
-    forward = made["soft_rank_forward"]
-    b = block_arguments()
-
-    def launch(surrogate: str = "sigmoid", width: int = 3) -> int:
-        positives = Positives(b.positives.start, b.positives.count, b.positives.offset, width)
-        ranks, slopes, scores, _ = b.flat
-        triton_backend.soft_rank_forward(b.scores, positives, surrogate, ranks, slopes, scores)
-        return len(forward.cache)
-
-    assert launch() == 1
-    assert launch(width=4) == 1
-    assert launch(width=5) == 2
-    assert launch(surrogate="one_side_huber") == 3
-    assert launch() == 3

@@ -28,7 +28,7 @@ def test_options_that_change_the_graph(compiler: None) -> None:
     """As compiled as the defaults, which the tests of a model and its loss cover."""
 
     def make() -> SOPRCLoss:
-        return SOPRCLoss(21, update="pool", tpr_grad=True, tau2=0.1)
+        return SOPRCLoss(21, update="last", tpr_grad=True, tau2=0.1)
 
     counter = CompileCounterWithBackend("aot_eager")
     criterion, compiled = make(), torch.compile(make(), fullgraph=True, backend=counter)

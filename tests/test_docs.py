@@ -41,8 +41,16 @@ EXAMPLES = [
 ]
 PYTHON = [example for example in EXAMPLES if example.language == "python"]
 # What a title promises, and a file name, which promises nothing.
-TITLES = ("", "on a CUDA device", "in two processes", "with the patch", "plain_backend.py")
-ELSEWHERE = ("in two processes", "with the patch")
+TITLES = (
+    "",
+    "on a CUDA device",
+    "in two processes",
+    "in one process and in two",
+    "with the patch",
+    "plain_backend.py",
+)
+# Those of the frameworks run in tests/test_frameworks.py.
+ELSEWHERE = ("in two processes", "in one process and in two", "with the patch")
 
 
 def test_examples_are_found() -> None:

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench import rivals
 from bench.gpu_check import checks, plan, progress, pytests, results, summary, worker
 from tritonloss import reference
+from tritonloss.backends import tables
 
 MAIN: Any = importlib.import_module("bench.gpu_check.__main__")
 TINY = plan.PLANS["tiny"]
@@ -147,17 +148,16 @@ def test_every_result_is_on_disk_before_the_next_is_begun(
 def test_unreadable_cache_costs_no_figure(
     file: Path, smallest: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "hash").mkdir()
-    tuning = tmp_path / "hash" / "soft_rank_forward.autotune.json"
+    tuning = tmp_path / "tables" / tables.file_name("GPU")
+    tuning.parent.mkdir()
     tuning.write_text("{}")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITONLOSS_TUNING_DIR", str(tuning.parent))
     monkeypatch.setattr(worker, "measure", lambda *_: {"seconds": 1.0})
     monkeypatch.setattr(checks, "check", lambda *_: "")
     found = work(file, monkeypatch)
     assert {cell["seconds"] for cell in found["cells"].values()} == {1.0}
     assert all("cannot be read" in line for line in found["tuned"])
-    config = {"kwargs": {"BLOCK_N": 256}, "num_warps": 4}
-    tuning.write_text(json.dumps({"key": [1024], "configs_timings": [[config, [0.2]]]}))
+    tables.write(tuning, "GPU", tables.Table({"key": {"BLOCK_N": 256, "num_warps": 4}}, complete=False))
     assert len(worker.tuned()) == 1
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
+import types
 import weakref
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checks import assert_close, assert_same
@@ -354,6 +358,31 @@ def test_the_memory_of_a_loss_moves_once(device: torch.device) -> None:
     assert criterion.visits.tolist() == [1] * N_CLASSES
 
 
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
+def test_a_criterion_that_is_part_of_the_model(norm: type[nn.Module], device: torch.device) -> None:
+    """Its memory has moved, while the running statistics of the network are put back and move once."""
+    inputs, labels = batch(device)
+    model = nn.Module()
+    model.network, model.criterion = (
+        network(device, norm=norm),
+        SOPRCLoss(N_CLASSES, memory_size=8).to(device).double(),
+    )
+    twin = copy.deepcopy(model)
+    for _ in range(2):
+        plain_step(twin.network, twin.criterion, inputs, labels, CHUNK)
+        cached_step(
+            model,
+            model.criterion,
+            inputs,
+            labels,
+            chunk_size=CHUNK,
+            embed=lambda model, chunk: model.network(chunk),
+        )
+    assert model.criterion.visits.tolist() == [2] * N_CLASSES
+    assert_close(model.state_dict(), twin.state_dict(), rtol=1e-12)
+    assert_gradients_close(gradients(model), gradients(twin), 1e-12)
+
+
 # --- memory ---
 
 
@@ -469,6 +498,207 @@ def test_a_compiled_model(device: torch.device, compiler: None) -> None:
     assert_gradients_close(gradients(model), gradients(twin), 1e-12)
 
 
+Images = namedtuple("Images", ["image", "shift", "name"], defaults=["glyphs"])
+
+
+class Encoding(UserDict):
+    """As the BatchEncoding of transformers: entries are attributes, and it has others."""
+
+    source = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Attributes(dict):
+    """Entries are attributes because they are its dictionary of attributes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+class Mirrored(OrderedDict):
+    """Entries are attributes because they are written to both, as in ModelOutput."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        super().__setattr__(name, value)
+
+
+class Rows(list):
+    source = None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    image: Tensor
+    shift: Tensor
+    name: str = "glyphs"
+
+
+class Registered:
+    """A container that torch knows because somebody registered it."""
+
+    def __init__(self, image: Tensor, shift: Tensor) -> None:
+        self.image, self.shift = image, shift
+
+
+torch.utils._pytree.register_pytree_node(
+    Registered, lambda batch: ([batch.image, batch.shift], None), lambda members, _: Registered(*members)
+)
+
+
+def with_source(container: Any) -> Any:
+    container.source = "somewhere"
+    return container
+
+
+CONTAINERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "namedtuple": Images,
+    "namedtuple of leaves": lambda x, shift: Images(x, shift, None),
+    "UserDict": lambda x, shift: with_source(Encoding(image=x, shift=shift, name="glyphs")),
+    "attributes": lambda x, shift: with_source(Attributes(image=x, shift=shift)),
+    "mirrored": lambda x, shift: with_source(Mirrored(image=x, shift=shift)),
+    "OrderedDict": lambda x, shift: OrderedDict(shift=shift, image=x),
+    "defaultdict": lambda x, shift: defaultdict(list, image=x, shift=shift, number=3, text="a"),
+    "read only": lambda x, shift: types.MappingProxyType({"image": x, "shift": shift}),
+    "list subclass": lambda x, shift: with_source(Rows([x, shift, None])),
+    "tuple": lambda x, shift: (x, shift, "glyphs", 3),
+    "dataclass": Frozen,
+    "registered": Registered,
+    "nested": lambda x, shift: {"batch": Images(x, (shift, [OrderedDict(a=None)]))},
+}
+
+
+def members(chunk: Any) -> tuple[Tensor, Tensor]:
+    """The image and the shift, by attribute where the container has such."""
+    if isinstance(chunk, dict) and "batch" in chunk:
+        return chunk["batch"].image, chunk["batch"].shift[0]
+    if hasattr(chunk, "image"):
+        return chunk.image, chunk.shift
+    return (chunk[0], chunk[1]) if isinstance(chunk, (tuple, list)) else (chunk["image"], chunk["shift"])
+
+
+def outline(value: Any) -> Any:
+    """A container without the numbers of its tensors: types, names, order, attributes and leaves."""
+    if isinstance(value, Tensor):
+        return "tensor"
+    if isinstance(value, (tuple, list)):
+        return type(value), [outline(member) for member in value], getattr(value, "source", None)
+    if hasattr(value, "items"):
+        entries = [(name, outline(member)) for name, member in value.items()]
+        return type(value), entries, getattr(value, "source", None), getattr(value, "default_factory", None)
+    state = getattr(value, "__dict__", None)
+    return value if state is None else (type(value), outline(state))
+
+
+@pytest.mark.parametrize("chunk_size", [CHUNK, N])
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_chunks_have_the_containers_of_the_batch(name: str, chunk_size: int, device: torch.device) -> None:
+    inputs, labels = batch(device)
+    shift = torch.linspace(-1, 1, N, dtype=torch.float64, device=device)
+    whole = CONTAINERS[name](inputs, shift)
+    before, seen = outline(whole), []
+
+    def embed(model: nn.Module, chunk: Any) -> Tensor:
+        seen.append(outline(chunk))
+        return model(*members(chunk))
+
+    model = Pair(network(device))
+    twin = copy.deepcopy(model)
+    PNPLoss()(twin(inputs, shift), labels).backward()
+    cached_step(model, PNPLoss(), whole, labels, chunk_size=chunk_size, embed=embed)
+    assert_gradients_close(gradients(model), gradients(twin), 1e-12)
+    assert seen == [before] * (1 if chunk_size == N else 8)
+    assert outline(whole) == before
+    for actual, expected in zip(members(whole), (inputs, shift), strict=True):
+        assert actual is expected
+
+
+def test_batches_of_transformers(device: torch.device) -> None:
+    transformers = pytest.importorskip("transformers.tokenization_utils_base")
+    inputs, labels = batch(device)
+    whole = transformers.BatchEncoding({"image": inputs, "mask": inputs > 0}, n_sequences=1)
+    model, seen = network(device), []
+
+    def embed(model: nn.Module, chunk: Any) -> Tensor:
+        seen.append((type(chunk), chunk.n_sequences, chunk.mask.shape))
+        return model(chunk.image)
+
+    twin = copy.deepcopy(model)
+    plain_step(twin, PNPLoss(), inputs, labels)
+    cached_step(model, PNPLoss(), whole, labels, chunk_size=11, embed=embed)
+    assert_gradients_close(gradients(model), gradients(twin), 1e-12)
+    assert seen == [(transformers.BatchEncoding, 1, (11, WIDTH))] * 4
+
+
+# --- hooks of gradients ---
+
+
+@pytest.mark.parametrize("chunk_size", [CHUNK, N])
+def test_an_optimizer_in_the_backward_pass_steps_once(chunk_size: int, device: torch.device) -> None:
+    """In hooks that free the gradients: the parameters after the plain step of an optimizer."""
+    inputs, labels = batch(device)
+    model = network(device)
+    model.stem.requires_grad_(False)
+    twin, steps = copy.deepcopy(model), []
+    plain_step(twin, PNPLoss(), inputs, labels)
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    for name, parameter in model.named_parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+        def step(p: Tensor, name: str = name, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            steps.append(name)
+            optimizer.step()
+            p.grad = None
+
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(step)
+    hooked = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for times in (1, 2):
+        cached_step(model, PNPLoss(), inputs, labels, chunk_size=chunk_size)
+        assert sorted(steps) == sorted(hooked * times)
+        if times == 1:
+            assert_close(model.state_dict(), twin.state_dict(), rtol=1e-10, atol=1e-12)
+    assert all(grad is None for grad in gradients(model).values())
+
+
+def test_hooks_after_an_error(device: torch.device) -> None:
+    """None has run, and they are there again."""
+    inputs, labels = batch(device)
+    model, calls, steps = network(device), [], []
+    model.head.weight.register_post_accumulate_grad_hook(lambda p: steps.append(p))
+
+    def embed(model: nn.Module, chunk: Tensor) -> Tensor:
+        calls.append(len(chunk))
+        if len(calls) == 6:
+            raise RuntimeError("second pass, says the test")
+        return model(chunk)
+
+    with pytest.raises(RuntimeError, match="says the test"):
+        cached_step(model, PNPLoss(), inputs, labels, chunk_size=CHUNK, embed=embed)
+    assert not steps
+    plain_step(model, PNPLoss(), inputs, labels)
+    assert len(steps) == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch.distributed.optim says at its import
+def test_an_optimizer_at_the_accumulation_of_gradients_is_refused(device: torch.device) -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    inputs, labels = batch(device)
+    model = network(device)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="_apply_optimizer_in_backward, which would step once per chunk"):
+        cached_step(model, PNPLoss(), inputs, labels, chunk_size=CHUNK)
+    assert_same(model.state_dict(), before)
+
+
 # --- errors ---
 
 
@@ -478,12 +708,14 @@ def test_a_compiled_model(device: torch.device, compiler: None) -> None:
         ({"chunk_size": 0}, ValueError, "chunk_size is 0: expected at least 1"),
         ({"chunk_size": 2.0}, TypeError, "chunk_size must be an int, got float"),
         ({"chunk_size": True}, TypeError, "chunk_size must be an int, got bool"),
-        ({"inputs": "abc"}, TypeError, "inputs must be a tensor .* got str"),
-        ({"inputs": (torch.ones(4), [None])}, TypeError, r"inputs\[1\]\[0\] must be a tensor .* got NoneType"),
-        ({"inputs": {"a": 3}}, TypeError, r"inputs\['a'\] must be a tensor .* got int"),
-        ({"inputs": ()}, ValueError, "inputs must hold a tensor"),
+        ({"inputs": "abc"}, TypeError, "inputs must be a tensor.* got str"),
+        ({"inputs": np.ones(4)}, TypeError, "inputs must be a tensor.* got ndarray"),
+        ({"inputs": (torch.ones(4), [np.ones(4)])}, TypeError, r"inputs\[1\]\[0\] must be a tensor, .* got ndarray"),
+        ({"inputs": {"a": 3}}, ValueError, "inputs must hold a tensor, got none"),
+        ({"inputs": ()}, ValueError, "inputs must hold a tensor, got none"),
         ({"inputs": torch.tensor(1.0)}, ValueError, "inputs must have a dimension to split"),
         ({"inputs": [torch.ones(4), torch.ones(3)]}, ValueError, r"one length, got .* 4, 'inputs\[1\]': 3"),
+        ({"inputs": Images(torch.ones(4), torch.ones(3))}, ValueError, r"'inputs.image': 4, 'inputs.shift': 3"),
         ({"embed": lambda model, chunk: {"rows": chunk}}, TypeError, "must be a tensor, got dict: give embed="),
         ({"embed": lambda model, chunk: chunk[1:]}, ValueError, r"a chunk of 6 rows .* got shape \[5, 12\]"),
         ({"embed": lambda model, chunk: chunk.sum()}, ValueError, r"a chunk of 6 rows .* got shape \[\]"),
@@ -548,6 +780,9 @@ def two_processes() -> list[dict[str, Tensor | None]]:
     static = DistributedDataParallel(network(torch.device("cpu")), static_graph=True)
     with pytest.raises(ValueError, match="static_graph=True"):
         cached_step(static, PNPLoss(), inputs, labels, chunk_size=CHUNK)
+    wrappers_inside_a_module(rank, inputs, labels)
+    no_wrapper(rank, inputs, labels)
+    sharded(rank, inputs, labels)
     return shared
 
 
@@ -564,6 +799,92 @@ def the_loss_of_the_whole_batch(rank: int, inputs: Tensor, labels: Tensor) -> No
         assert_close(value, expected, rtol=1e-10)
         assert_gradients_close(gradients(model, criterion), gradients(*alone), 1e-10)
         assert_close(criterion.state_dict(), alone[1].state_dict(), rtol=1e-10)
+
+
+def assert_equal_on_ranks(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        everywhere = [torch.empty_like(parameter) for _ in range(2)]
+        torch.distributed.all_gather(everywhere, parameter.detach())
+        assert_same(everywhere[0], everywhere[1])
+
+
+def the_step_of_one_process(model: nn.Module, inputs: Tensor, labels: Tensor) -> nn.Module:
+    alone = copy.deepcopy(model)
+    plain_step(alone, PNPLoss(), inputs, labels)
+    return alone
+
+
+def wrappers_inside_a_module(rank: int, inputs: Tensor, labels: Tensor) -> None:
+    """As Fabric holds them, and beside a part that nobody wrapped, which `DistributedLoss` shows to be one of many."""
+    mine = slice(0, 13) if rank == 0 else slice(13, N)
+    model = network(torch.device("cpu"), norm=nn.BatchNorm1d).eval()
+    torch.manual_seed(0)
+    whole = nn.Sequential(model, nn.Linear(DIM, DIM, dtype=torch.float64))
+    alone = the_step_of_one_process(whole, inputs, labels)
+    held = nn.Sequential(DistributedDataParallel(whole[0]), whole[1])
+    criterion = DistributedLoss(PNPLoss())
+    for chunk_size in (5, N):
+        held.zero_grad()
+        cached_step(held, lambda *rows: criterion(*rows), inputs[mine], labels[mine], chunk_size=chunk_size)
+        assert_gradients_close(gradients(whole), gradients(alone), 1e-10)
+    for twice in (1, 2):  # averages of averages
+        cached_step(held, criterion, inputs[mine], labels[mine], chunk_size=5)
+        expected = {name: (1 + twice) * grad for name, grad in gradients(alone).items() if grad is not None}
+        assert_gradients_close(gradients(whole), expected, 1e-10)
+
+
+def no_wrapper(rank: int, inputs: Tensor, labels: Tensor) -> None:
+    """The gradients are averaged, before hooks; or weights differ already, and nothing is changed."""
+    mine = slice(0, 13) if rank == 0 else slice(13, N)
+    criterion = DistributedLoss(PNPLoss())
+    for chunk_size in (5, N):
+        model = network(torch.device("cpu"))
+        optimizer = torch.optim.SGD([model.head.weight], lr=0.1)
+        alone, steps = the_step_of_one_process(model, inputs, labels), []
+
+        def step(p: Tensor, optimizer=optimizer, steps=steps) -> None:
+            steps.append(p)
+            optimizer.step()
+
+        model.head.weight.register_post_accumulate_grad_hook(step)
+        cached_step(model, criterion, inputs[mine], labels[mine], chunk_size=chunk_size)
+        assert_gradients_close(gradients(model), gradients(alone), 1e-10)
+        assert len(steps) == 1
+        assert_equal_on_ranks(model)
+    with torch.no_grad():
+        model.stem.bias += rank
+    model.zero_grad()
+    with pytest.raises(ValueError, match="other values on other ranks: wrap the model"):
+        cached_step(model, criterion, inputs[mine], labels[mine], chunk_size=5)
+    assert all(grad is None for grad in gradients(model).values())
+    # Without a loss over the processes a model of one process is its own business.
+    cached_step(model, PNPLoss(), inputs[mine], labels[mine], chunk_size=5)
+    assert largest(*gradients(model).values()) > 1e-4
+
+
+def sharded(rank: int, inputs: Tensor, labels: Tensor) -> None:
+    """FSDP2 with equal numbers of chunks; with others an error on all ranks, before anything else."""
+    from torch.distributed.fsdp import fully_shard
+
+    criterion = DistributedLoss(PNPLoss())
+    mine = slice(0, 13) if rank == 0 else slice(13, N)
+    model = network(torch.device("cpu"))
+    alone = the_step_of_one_process(model, inputs, labels)
+    fully_shard(model.stem)
+    fully_shard(model)
+    for _ in range(2):
+        model.zero_grad()
+        cached_step(model, criterion, inputs[mine], labels[mine], chunk_size=(7, 5)[rank])
+        whole = {name: None if g is None else g.full_tensor() for name, g in gradients(model).items()}
+        assert_gradients_close(whole, gradients(alone), 1e-10)
+        model.zero_grad()
+        model(inputs)  # leaves the parameters of the root whole
+        with pytest.raises(ValueError, match=rf"between 2 and 3 chunks, this one {3 - rank}: with FSDP"):
+            cached_step(model, criterion, inputs[mine], labels[mine], chunk_size=5)
+        assert all(grad is None for grad in gradients(model).values())
+    norm = nn.Sequential(nn.Linear(WIDTH, DIM), nn.SyncBatchNorm(DIM)).double()
+    with pytest.raises(ValueError, match="SyncBatchNorm"):
+        cached_step(norm, criterion, inputs[mine], labels[mine], chunk_size=5)
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="two processes need gloo")

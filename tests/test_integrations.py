@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from checks import ROOT, python
 
 EXAMPLES = ROOT / "examples" / "integrations"
@@ -92,6 +94,61 @@ def test_torchmetrics_agrees_with_the_evaluation_of_the_examples() -> None:
     # Both in float32: means of 90 values, each of up to 89 terms.
     assert values[:2] == pytest.approx(values[2:], abs=6e-6)
     assert len(values) == 4
+
+
+# --- examples/train.py ---
+
+
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        pytest.param(
+            "cuda", "CUDA", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
+        ),
+        ("cuda:99", "CUDA"),
+        ("meta", "meta"),
+        ("gpu", "gpu"),
+    ],
+)
+def test_a_device_that_is_not_there(
+    device: str, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line that says why, no traceback, before the images are read."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--device", device])
+    script = importlib.import_module("train")
+    monkeypatch.delitem(sys.modules, "train")
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.search(rf"error: --device is {device}, which cannot be used here: .*{reason}", last)
+    assert len(last) < 400
+
+
+def test_few_steps_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    script = importlib.import_module("train")
+    monkeypatch.delitem(sys.modules, "train")
+    train, unseen = script.load_glyphs()
+    few = type(unseen)(unseen.images[:600], unseen.labels[:600])
+    monkeypatch.setattr(script, "load_glyphs", lambda device: (train, few))
+    options = [
+        "--device",
+        "cpu",
+        "--steps",
+        "1",
+        "--batch-size",
+        "8",
+        "--output",
+        str(tmp_path / "picture.png"),
+    ]
+    monkeypatch.setattr(sys, "argv", ["train.py", *options])
+    script.main()
+    hint = "1 steps are few: retrieval may fall before it rises, and 200 are meant (--steps 200)"
+    assert capsys.readouterr().out.splitlines()[-1] == hint
 
 
 # --- transformers and the folder kernels ---

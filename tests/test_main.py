@@ -1,11 +1,12 @@
 """`python -m tritonloss`."""
 
-import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from tritonloss import __main__, use_backend
+from tritonloss.backends import tables
 
 
 def test_report_names_versions_devices_and_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,38 +25,36 @@ def test_report_names_a_forced_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("reference, because it was chosen" in line for line in lines)
 
 
-def test_report_finds_tuned_configurations(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def config(block_n: int) -> dict[str, object]:
-        return {"kwargs": {"BLOCK_N": block_n}, "num_warps": 4, "num_stages": 3}
-
-    content = {"key": [1024, 4, "sigmoid"], "configs_timings": [[config(256), [0.2]], [config(512), [0.1]]]}
-    (tmp_path / "hash").mkdir()
-    (tmp_path / "hash" / "soft_rank_forward.autotune.json").write_text(json.dumps(content))
-    (tmp_path / "hash" / "somebody_else.autotune.json").write_text(json.dumps(content))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    (line,) = __main__.tuned_configurations()
-    assert line.split() == [
-        "soft_rank_forward",
-        "[1024,",
-        "4,",
-        "'sigmoid']:",
-        "{'BLOCK_N':",
-        "512},",
-        "4",
-        "warps",
+def test_report_finds_tuned_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONLOSS_TUNING_DIR", str(tmp_path))
+    config = {"BLOCK_N": 512, "num_warps": 4}
+    for device, complete in (("GPU A", True), ("GPU B", False)):
+        table = tables.Table({"soft_rank_forward n_bucket=1024": config}, complete)
+        tables.write(tmp_path / tables.file_name(device), device, table)
+    assert list(__main__.tuned_configurations()) == [
+        f"  GPU A, table: soft_rank_forward n_bucket=1024: {config}",
+        f"  GPU B, timed at first use: soft_rank_forward n_bucket=1024: {config}",
     ]
+    assert "tuned configurations found: 2" in list(__main__.report())
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"key": [1], "configs_timings": []}', "[1]"])
-def test_a_result_that_cannot_be_read_is_named(
-    content: str, tmp_path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the place that TRITON_HOME names."""
-    folder = tmp_path / ".triton" / "cache" / "hash"
-    folder.mkdir(parents=True)
-    (folder / "soft_rank_forward.autotune.json").write_text(content)
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
-    (line,) = __main__.tuned_configurations()
-    assert "soft_rank_forward" in line
-    assert "cannot be read" in line
+def test_without_a_home_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "directory", lambda: None)
+    assert "tuned configurations found: none" in list(__main__.report())
+
+
+def test_threads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for threads, expected in ((1, "1 thread)"), (2, "2 threads)")):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert any(expected in line for line in __main__.report())
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    __main__.main([])
+    assert capsys.readouterr().out.startswith("tritonloss ")
+    with pytest.raises(SystemExit, match="got 'tuen', expected nothing or tune"):
+        __main__.main(["tuen"])
+    with pytest.raises(SystemExit) as stopped:
+        __main__.main(["tune", "--help"])
+    assert stopped.value.code == 0
+    assert "--per-class" in capsys.readouterr().out

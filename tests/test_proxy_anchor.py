@@ -368,7 +368,7 @@ def test_label_out_of_range(label: int, distance: Any, any_backend: str, device:
     expected = criterion(rows, labels)
     wrong = labels.clone()
     wrong[3] = label
-    with pytest.raises(ValueError, match=rf"labels must be in 0 \.\. 1, one class a proxy, got {label}$"):
+    with pytest.raises(ValueError, match=rf"labels must be in 0 \.\. 1, one per class, got {label}$"):
         criterion(rows, wrong)
     with pytest.raises(ValueError, match=f"got {label}$"):
         proxy_anchor_loss(rows, wrong, criterion.weight, distance=distance)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,13 +12,13 @@ from checks import assert_as_exact_as, assert_close, assert_same
 from pytorch_metric_learning import distances as pml_distances
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tritonloss import reference, use_backend
 from tritonloss.distances import BaseDistance, DotProductSimilarity, LpDistance
-from tritonloss.ops import class_labels, proxy_logsumexp, streaming
-from tritonloss.ops.proxy_logsumexp import ProxyLogSumExp
+from tritonloss.ops import ProxyLogSumExp, Repulsion, class_labels, proxy_logsumexp, proxy_total, streaming
 
-OP = sys.modules["tritonloss.ops.proxy_logsumexp"]
 # alpha (|s| + margin) < 200 here: exponents err by 200 * 1e-16, their exponentials relatively by as much; margin of 50.
 FLOAT64 = {"rtol": 1e-12, "atol": 1e-12}
 N, C, D = 24, 11, 5
@@ -281,7 +280,7 @@ def block_rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def set_rows(rows: int) -> None:
         for kind in ("cpu", "cuda"):
             monkeypatch.setitem(streaming.BLOCK_BYTES, kind, 1)
-            monkeypatch.setitem(streaming.MIN_ROWS, kind, rows)
+            monkeypatch.setitem(streaming.MIN_ROWS, kind, rows * (4 if kind == "cpu" else 1))
 
     return set_rows
 
@@ -301,6 +300,7 @@ def gemms(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(owner, name, counted)
 
     count(torch, "mm")
+    count(torch, "addmm")
     count(torch.Tensor, "addmm_")
     return called
 
@@ -319,44 +319,82 @@ def test_blocks(
 
 
 @pytest.mark.parametrize("rows", [1, 4, 100])
-def test_kept_and_recomputed_give_the_same_bits(
-    rows: int, block_rows: Callable[[int], None], gemms: list[str], backend: str, device: torch.device
+@pytest.mark.parametrize("normalize", [False, True])
+def test_nothing_is_kept_between_the_passes(
+    normalize: bool,
+    rows: int,
+    block_rows: Callable[[int], None],
+    gemms: list[str],
+    backend: str,
+    device: torch.device,
 ) -> None:
+    """A product a block for the sums; for the gradients the scores again, and a product for either side."""
     p = problem(device, 20).to(torch.float32)
     block_rows(rows)
     n_blocks = -(-C // rows)
-    fits = C * 20 * 4
-    kept = evaluate(p, proxy_logsumexp, memory_budget=fits)
-    assert gemms.count("mm") == 2 * n_blocks  # scores and the gradient of the proxies
+    sums = proxy_logsumexp(*p, normalize_proxies=normalize)
+    assert gemms == ["addmm"] * n_blocks
     gemms.clear()
-    recomputed = evaluate(p, proxy_logsumexp, memory_budget=fits - 1)
-    assert gemms.count("mm") >= 3 * n_blocks
-    if rows < C:  # else the smaller budget also makes smaller blocks
-        assert_same(recomputed, kept)
+    torch.autograd.grad(list(sums), p[:2], list(upstream(p).float()))
+    assert len(gemms) == 3 * n_blocks
+    gemms.clear()
+    factors = tuple(upstream(p).float())
+    classes = class_labels(p.labels, C)
+    repulsion = Repulsion(32.0, 0.1, normalize_proxies=normalize)
+    total = proxy_total(p.embeddings, p.proxies, classes, None, repulsion, factors)
+    total.backward()
+    assert len(gemms) == 3 * n_blocks  # both in one walk
+
+
+@pytest.mark.parametrize("options", [{}, {"normalize_proxies": True}, {"distance": LpDistance()}])
+@pytest.mark.parametrize("rows", [4, 100])
+def test_total_equals_the_sums(
+    rows: int,
+    options: dict[str, Any],
+    block_rows: Callable[[int], None],
+    backend: str,
+    device: torch.device,
+) -> None:
+    p, factors = problem(device), upstream(problem(device))
+    block_rows(rows)
+    expected = evaluate(p, proxy_logsumexp, alpha=4.0, weights=weights_of(p), **options)
+    repulsion = Repulsion(4.0, 0.1, **options)
+    total = proxy_total(
+        p.embeddings, p.proxies, class_labels(p.labels, C), weights_of(p), repulsion, tuple(factors)
+    )
+    assert_close(total, torch.dot(expected[0], factors[0]) + torch.dot(expected[1], factors[1]), **FLOAT64)
+    for ours, truth in zip(torch.autograd.grad(3 * total, p[:2]), expected[2:], strict=True):
+        assert_close(ours, 3 * truth, **FLOAT64)
+
+
+class Watch(TorchDispatchMode):
+    """The shapes and the bytes of all tensors that operations give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self.shapes.append(tuple(tensor.shape))
+                self.largest = max(self.largest, tensor.numel() * tensor.itemsize)
+        return result
 
 
 @pytest.mark.parametrize("rows_of_budget", [1, 3, 11])
 @pytest.mark.parametrize("distance", [None, LpDistance()], ids=["dot", "lp"])
 def test_no_block_exceeds_the_budget(
-    distance: Any, rows_of_budget: int, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    distance: Any, rows_of_budget: int, backend: str, device: torch.device
 ) -> None:
-    p = problem(device, 16)  # rows without padding
-    budget = rows_of_budget * 16 * 8
-    allocated: list[int] = []
-
-    def spy(rows: int, columns: int, like: Tensor) -> Tensor:
-        scores = padded_scores(rows, columns, like)
-        allocated.append(scores.numel() * scores.itemsize)
-        return scores
-
-    padded_scores = streaming.padded_scores
-    monkeypatch.setattr(streaming, "padded_scores", spy)
-    monkeypatch.setattr(OP, "padded_scores", spy)
-    sums = proxy_logsumexp(*p, memory_budget=budget, distance=distance)
-    assert 0 < sum(allocated) <= budget
-    allocated.clear()
-    torch.autograd.grad(list(sums), p[:2], list(upstream(p)))
-    assert 0 < sum(allocated) <= 2 * budget  # scores, or those that are kept, and their gradient
+    p = problem(device, 512)  # 4 KiB a row of similarities; embeddings take 20 KiB
+    block = rows_of_budget * 512 * 8
+    with Watch() as watch:
+        sums = proxy_logsumexp(*p, memory_budget=block, distance=distance)
+        torch.autograd.grad(list(sums), p[:2], list(upstream(p)))
+    assert block <= watch.largest <= max(block, 512 * D * 8)
 
 
 @pytest.mark.parametrize("side", ["embeddings", "proxies"])
@@ -367,34 +405,24 @@ def test_frozen_side(
     """No gradient, no product for it, no memory for it."""
     p = problem(device)
     full = evaluate(p, proxy_logsumexp, normalize_proxies=normalize)
-    gemms.clear()
     frozen = p._replace(**{side: getattr(p, side).detach()})
     learned = "proxies" if side == "embeddings" else "embeddings"
     sums = proxy_logsumexp(*frozen, normalize_proxies=normalize)
+    gemms.clear()
     (grad,) = torch.autograd.grad(list(sums), [getattr(frozen, learned)], list(upstream(p)))
     assert_same(grad, full[3 if learned == "proxies" else 2])
-    assert gemms == (["mm", "mm"] if learned == "proxies" else ["mm", "addmm_"])
+    assert len(gemms) == 2  # the scores again, and the gradient
 
 
 @pytest.mark.parametrize("how", ["frozen", "no_grad"])
-def test_inference_keeps_nothing(
-    how: str, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inference_costs_one_walk(how: str, gemms: list[str], backend: str, device: torch.device) -> None:
     p = problem(device)
     expected = evaluate(p, proxy_logsumexp)[:2]
+    gemms.clear()
     arguments = [t.detach() for t in p] if how == "frozen" else p
-    shapes: list[Any] = []
-    original = OP._proxy_logsumexp
-
-    def spy(*args: Any) -> Any:
-        outputs = original(*args)
-        shapes.append(outputs[2].shape[0])
-        return outputs
-
-    monkeypatch.setattr(OP, "_proxy_logsumexp", spy)
     with torch.set_grad_enabled(how == "frozen"):
         sums = proxy_logsumexp(*arguments)
-    assert shapes == [0]
+    assert gemms == ["addmm"]
     assert not sums.negative.requires_grad
     assert_same(tuple(sums), expected)
 
@@ -543,40 +571,37 @@ def test_backward_inside_autocast(distance: Any, backend: str, device: torch.dev
         assert_same(evaluate(p, proxy_logsumexp, **options), expected)
 
 
-def op_arguments(p: Problem, normalize: bool, budget: int, save: bool, backend: str) -> tuple[Any, ...]:
-    offsets = weights_of(p).log()
-    return (*p[:2], p.labels.int(), offsets, 4.0, normalize, budget, save, backend)
+def op_options(p: Problem, normalize: bool, budget: int, backend: str) -> tuple[Any, ...]:
+    return (p.labels.int(), weights_of(p).log(), 4.0, normalize, normalize, 0, C, budget, backend)
 
 
-@pytest.mark.parametrize("save", [True, False], ids=["training", "inference"])
-@pytest.mark.parametrize("budget", [1 << 20, 640], ids=["kept", "recomputed"])
-def test_opcheck(budget: int, save: bool, backend: str, device: torch.device, compiler: None) -> None:
-    p = problem(device, 32)  # rows without padding, whose content is undefined
-    if not save:
+@pytest.mark.parametrize("learns", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("budget", [1 << 20, 640], ids=["one block", "blocks"])
+def test_opcheck(budget: int, learns: bool, backend: str, device: torch.device, compiler: None) -> None:
+    p = problem(device, 32)
+    if not learns:
         p = Problem(*(t.detach() for t in p))
-    arguments = op_arguments(p, save, budget, save, backend)
+    arguments = (p.proxies, p.embeddings, [], False, False, *op_options(p, learns, budget, backend))
     torch.library.opcheck(torch.ops.tritonloss.proxy_logsumexp.default, arguments)
-    positive, negative, kept = torch.ops.tritonloss.proxy_logsumexp(*arguments)
+    positive, negative, *gradients = torch.ops.tritonloss.proxy_logsumexp(*arguments)
     assert (positive.shape, negative.shape) == ((C,), (C,))
-    assert kept.shape == (C if save and budget == 1 << 20 else 0, 32)
+    assert [gradient.numel() for gradient in gradients] == [0, 0]
 
 
 @pytest.mark.parametrize(
     ("budget", "needs"),
     [(1 << 20, (True, True)), (1 << 20, (True, False)), (1 << 20, (False, True)), (640, (True, True))],
 )
-def test_opcheck_of_backward(
+def test_opcheck_of_gradients(
     budget: int, needs: tuple[bool, bool], backend: str, device: torch.device, compiler: None
 ) -> None:
     p = Problem(*(t.detach() for t in problem(device)))
-    arguments = op_arguments(p, True, budget, True, backend)
-    outputs = torch.ops.tritonloss.proxy_logsumexp(*arguments)
-    arguments = (*upstream(p), *arguments[:4], *outputs, 4.0, True, budget, backend, *needs)
-    torch.library.opcheck(torch.ops.tritonloss.proxy_logsumexp_backward.default, arguments)
-    grads = torch.ops.tritonloss.proxy_logsumexp_backward(*arguments)
-    assert [t.shape for t in grads] == [
-        (n, D) if need else (0,) for n, need in zip((N, C), needs, strict=True)
-    ]
+    given = list(upstream(p))
+    arguments = (p.proxies, p.embeddings, given, *needs, *op_options(p, True, budget, backend))
+    torch.library.opcheck(torch.ops.tritonloss.proxy_logsumexp.default, arguments)
+    results = torch.ops.tritonloss.proxy_logsumexp(*arguments)
+    shapes = [(n, D) if need else (0,) for n, need in zip((C, N), needs, strict=True)]
+    assert [t.shape for t in results[2:]] == shapes
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -586,25 +611,14 @@ def test_opcheck_of_labels(dtype: torch.dtype, check: bool, device: torch.device
     torch.library.opcheck(torch.ops.tritonloss.class_labels.default, (labels, 4, check))
 
 
-def test_backward_holds_no_second_similarity(device: torch.device) -> None:
-    """torch would hand the backward a gradient of zeros for the similarity that is kept, as large as it."""
-    use_backend("eager")
+def test_no_pass_holds_the_similarity(backend: str, device: torch.device) -> None:
     p = problem(device, 64, 300, 4)
-    sums = proxy_logsumexp(*p)
-    shapes: list[tuple[int, ...]] = []
-
-    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            shapes.extend(
-                tuple(t.shape) for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, Tensor)
-            )
-            return result
-
-    with Spy():
+    with Watch() as watch:
+        sums = proxy_logsumexp(*p, memory_budget=50 * 64 * 8)
         sums.negative.sum().backward()
-    assert (300, 4) in shapes
-    assert (300, 64) not in shapes
+    assert (300, 4) in watch.shapes
+    assert not {(300, 64), (64, 300)} & set(watch.shapes)
+    assert max(rows * columns for rows, columns in (s for s in watch.shapes if len(s) == 2)) <= 50 * 64
 
 
 @pytest.mark.parametrize("distance", [None, LpDistance()], ids=["dot", "lp"])

@@ -128,7 +128,7 @@ def test_equals_brute_force(
 
 @modes
 def test_blocks_do_not_matter(mode: dict[str, bool], backend: str, device: torch.device) -> None:
-    """A block of the whole matrix that is kept, and blocks of 3 rows that are computed again, over edges of 16 keys."""
+    """A block of the whole matrix, and blocks of 3 rows, over edges of 16 keys."""
     problem = self_compared([30, 1, 4, 1, 20], 4, device)
     row_bytes = problem.keys.shape[0] * 8
     whole, blocks = (
@@ -260,28 +260,24 @@ def test_gradcheck(mode: dict[str, bool], backend: str, device: torch.device) ->
 @pytest.mark.parametrize("per_query", [False, True])
 @pytest.mark.parametrize("budget", [1 << 20, 700])
 def test_opcheck(per_query: bool, budget: int, compiler: None, backend: str, device: torch.device) -> None:
-    # 16 keys: opcheck compares padding, too.
     problem = self_compared([3, 1, 2, 10], 4, device).to(torch.float64)
-    arguments = (*problem[:4], problem.position, 10, per_query, False, budget, True, backend)
-    torch.library.opcheck(torch.ops.tritonloss.soft_histogram.default, arguments)
-    histograms, similarity = torch.ops.tritonloss.soft_histogram(*arguments)
-    backward = (
-        torch.randn_like(histograms),
-        *(t.detach() for t in problem[:4]),
-        None,
-        similarity,
-        per_query,
-        False,
-        budget,
-        backend,
-        True,
-        True,
-    )
-    torch.library.opcheck(
-        torch.ops.tritonloss.soft_histogram_backward.default,
-        backward,
-        test_utils=("test_schema", "test_faketensor"),
-    )
+    n = problem.queries.shape[0]
+    options = (
+        None, *problem[2:4], problem.position, 10, per_query, False, False, "", 0, n, budget, backend,
+    )  # fmt: skip
+    operator = torch.ops.tritonloss.histogram
+    torch.library.opcheck(operator.default, (*problem[:2], [], False, False, *options))
+    histograms, *gradients = operator(*problem[:2], [], False, False, *options)
+    assert histograms.shape == ((n, 2, 11) if per_query else (2, 11))
+    assert [gradient.numel() for gradient in gradients] == [0, 0]
+    rows = [tensor.detach() for tensor in problem[:2]]
+    upstream = [torch.randn(histograms.shape, dtype=torch.float64, device=device)]
+    for needs in ((True, True), (True, False), (False, True)):
+        torch.library.opcheck(
+            operator.default,
+            (*rows, upstream, *needs, *options),
+            test_utils=("test_schema", "test_faketensor"),
+        )
 
 
 @pytest.mark.parametrize("needed", ["queries", "keys"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tritonloss import use_backend
-from tritonloss.ops import memory_rank, soft_rank_scores
+from tritonloss.backends import backend_module
+from tritonloss.ops import Ranking, memory_rank, soft_rank_scores
 
 STEPS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
@@ -98,6 +100,25 @@ def test_blocks_do_not_change_the_result(backend: str, device: torch.device) -> 
     assert_close(row_by_row, whole, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize("kept", [True, False])
+@surrogates
+def test_a_row_without_positives_has_no_gradient(
+    surrogate: str, kept: bool, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a panel with other rows, and with columns that are neither, from the first one on."""
+    if not kept:
+        monkeypatch.setattr(backend_module("eager", device), "KEPT_BYTES", 0)
+    scores = torch.tensor([[0.3, 0.4, 0.2], [0.2, 0.4, 0.6], [0.7, 0.1, 0.2]], dtype=torch.float64)
+    kind = torch.tensor([[1, 0, 0], [2, 0, 0], [2, 2, 2]])  # positive, negative, neither
+    scores, kind = scores.to(device), kind.to(device)
+    ranks, _, grad = evaluate(
+        lambda s: soft_rank_scores(s, kind == 1, kind == 0, surrogate=surrogate, temperature=0.3), scores
+    )
+    assert ranks.isfinite().all()
+    assert grad[0].all()
+    assert_same(grad[1:], torch.zeros_like(grad[1:]))
+
+
 def test_strides(backend: str, device: torch.device) -> None:
     scores, positives, negatives = matrix(6, 9, device)
     expected = evaluate(lambda s: soft_rank_scores(s, positives, negatives), scores)
@@ -108,12 +129,12 @@ def test_strides(backend: str, device: torch.device) -> None:
 def test_bounded_number_of_positives(backend: str, device: torch.device) -> None:
     scores, positives, negatives = matrix(5, 9, device)
     ranks, positive_scores, *_ = soft_rank_scores(scores, positives, negatives)
-    bounded = soft_rank_scores(scores, positives, negatives, max_positives=9)
+    bounded = soft_rank_scores(scores, positives, negatives, max_class_size=9)
     assert_same(bounded.ranks[: len(ranks)], ranks)
     assert_same(bounded.scores[: len(ranks)], positive_scores)
     assert not bounded.ranks[len(ranks) :].any()
-    with pytest.raises(RuntimeError, match="max_positives"):
-        soft_rank_scores(scores, positives, negatives, max_positives=1)
+    with pytest.raises(RuntimeError, match="max_class_size"):
+        soft_rank_scores(scores, positives, negatives, max_class_size=1)
 
 
 def test_gradcheck(backend: str, device: torch.device) -> None:
@@ -138,49 +159,85 @@ def one_side_sigmoid(x: Tensor, temperature: float) -> Tensor:
     return torch.where(x < 0, torch.tanh(-x / (2 * temperature)), 0)
 
 
-@pytest.mark.parametrize("budget", [None, 1])
+def remembered(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.randn(rows, columns, generator=generator, dtype=torch.float64).to(device)
+    return scores, torch.randn(rows, 30, generator=generator, dtype=torch.float64).to(device)
+
+
+@pytest.mark.parametrize("cube", [None, 1], ids=["all at once", "a score at a time"])
 @pytest.mark.parametrize("temperature", [1e-6, 1e-3, 0.3])
 def test_memory_rank_equals_the_definition(
-    temperature: float, budget: int | None, device: torch.device
+    temperature: float, cube: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generator = torch.Generator().manual_seed(1)
-    scores = torch.randn(50, generator=generator, dtype=torch.float64).to(device)
-    memory = torch.randn(4, 30, generator=generator, dtype=torch.float64).to(device)
-    memory[:, 0] = scores[:4]  # ties: neither value nor slope
-    row = torch.arange(50, device=device) % 4
-
-    def value_and_slope(function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        leaf = scores.clone().requires_grad_()
-        value = function(leaf)
-        return value.detach(), torch.autograd.grad(value.sum(), leaf)[0]
-
-    actual = value_and_slope(
-        lambda s: memory_rank(s, memory, row, temperature=temperature, memory_budget=budget)
-    )
-    expected = value_and_slope(lambda s: one_side_sigmoid(s[:, None] - memory[row], temperature).sum(1))
-    assert_close(actual[0], expected[0], atol=30 * 2.0**-50)
+    scores, memory = remembered(4, 13, device)
+    memory[:, 0] = scores[:, 0]  # ties: neither value nor slope
+    if cube is not None:
+        monkeypatch.setattr(importlib.import_module("tritonloss.ops.memory_rank"), "CUBE_BYTES", cube)
+    sums, slopes = memory_rank(scores, memory, temperature=temperature)
+    leaf = scores.clone().requires_grad_()
+    expected = one_side_sigmoid(leaf[:, :, None] - memory[:, None], temperature).sum(2)
+    (expected_slopes,) = torch.autograd.grad(expected.sum(), leaf)
+    assert_close(sums, expected.detach(), atol=30 * 2.0**-50)
     # 1 - tanh^2 of the definition is rounding error times the slope 1 / (2 temperature) where tanh saturates.
-    assert_close(actual[1], expected[1], atol=30 * 2.0**-50 / temperature)
+    assert_close(slopes, expected_slopes, atol=30 * 2.0**-50 / temperature)
+
+
+def test_memory_rank_holds_few_differences_at_a_time(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores, memory = remembered(4, 13, device)
+    monkeypatch.setattr(
+        importlib.import_module("tritonloss.ops.memory_rank"), "CUBE_BYTES", 4 * 4 * 30 * 8 * 5
+    )
+    widths = []
+
+    def spy(x: Tensor) -> Tensor:
+        widths.append(x.shape[1])
+        return exp(x)
+
+    exp = torch.exp
+    monkeypatch.setattr(torch, "exp", spy)
+    memory_rank(scores, memory)
+    assert widths == [5, 5, 3]
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 30), (4, 0, 30), (4, 3, 0)])
+def test_memory_rank_of_nothing(shape: tuple[int, int, int], device: torch.device) -> None:
+    rows, columns, entries = shape
+    sums, slopes = memory_rank(
+        torch.ones(rows, columns, device=device), torch.ones(rows, entries, device=device)
+    )
+    assert sums.shape == slopes.shape == (rows, columns)
+    assert not sums.any()
+    assert not slopes.any()
 
 
 def test_memory_rank_in_float32(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(1)
-    scores = torch.rand(64, generator=generator).to(device)
+    scores = torch.rand(4, 16, generator=generator).to(device)
     memory = torch.rand(4, 100, generator=generator).to(device)
-    row = torch.arange(64, device=device) % 4
-    exact = one_side_sigmoid(scores.double()[:, None] - memory.double()[row], 1e-3).sum(1)
-    rival = one_side_sigmoid(scores[:, None] - memory[row], 1e-3).sum(1)
-    assert_as_exact_as(memory_rank(scores, memory, row), rival, exact)
+    exact = one_side_sigmoid(scores.double()[:, :, None] - memory.double()[:, None], 1e-3).sum(2)
+    rival = one_side_sigmoid(scores[:, :, None] - memory[:, None], 1e-3).sum(2)
+    assert_as_exact_as(memory_rank(scores, memory)[0], rival, exact)
 
 
-@pytest.mark.parametrize("name", ["soft_rank_scores", "memory_rank", "semi_variance"])
-def test_operators_are_registered_in_full(name: str, device: torch.device) -> None:
+@pytest.mark.parametrize("bound", [None, 6])
+@pytest.mark.parametrize("budget", [1, 1 << 20])
+def test_the_operator_is_registered_in_full(
+    budget: int, bound: int | None, device: torch.device, compiler: None
+) -> None:
     scores, positives, negatives = matrix(3, 6, device)
-    scores.requires_grad_()
-    start, count = torch.tensor([0, 0, 2], device=device), torch.tensor([2, 2, 0], device=device)
-    arguments = {
-        "soft_rank_scores": (scores, positives, negatives, "sigmoid", 0.3, -1, 1 << 20, True, "eager"),
-        "memory_rank": (scores[:, 0].detach().requires_grad_(), scores.detach(), start, 0.3, 1 << 20, True),
-        "semi_variance": (scores, start, count, scores[0, :2].detach(), 0, -1, 1 << 20),
-    }[name]
-    torch.library.opcheck(getattr(torch.ops.tritonloss, name).default, arguments)
+    count = positives.sum(1)
+    ranking = Ranking("sigmoid", 0.3, max_class_size=bound, memory_budget=budget)
+    options = ranking.options(
+        scores, slice(0, 3), torch.zeros_like(count), count, masks=(positives, negatives)
+    )
+    operator = torch.ops.tritonloss.rank.default
+    arguments = None, [], False, False, *options
+    torch.library.opcheck(operator, (scores, *arguments))
+    torch.library.opcheck(operator, (scores.detach().requires_grad_(), *arguments))
+    n_pairs = 18 if bound else int(count.sum())
+    given = [torch.randn(n_pairs, dtype=torch.float64, device=device) for _ in range(2)]
+    given.append(torch.empty(0, dtype=torch.float64, device=device))  # there are no positive ranks
+    torch.library.opcheck(operator, (scores, None, given, True, False, *options))

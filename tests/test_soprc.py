@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonloss.losses.soprc as implementation
-import tritonloss.losses.soprc_pairs as pairs
 from tritonloss import reference, use_backend
 from tritonloss.functional import (
     exact_prior,
@@ -30,6 +29,8 @@ from tritonloss.functional import (
     soprc_scores_loss,
 )
 from tritonloss.losses import SemiVarianceRegularizer, SOPRCLoss
+from tritonloss.losses.score_memory import ScoreMemory
+from tritonloss.losses.soprc_pieces import Interpolation
 
 POSITIVE, NEGATIVE = [0.2, 0.5, 0.9], [-0.3, 0.15, 0.45, 0.55]
 SCORES = torch.tensor(POSITIVE + NEGATIVE, dtype=torch.float64)
@@ -346,7 +347,7 @@ def test_invariants_of_one_list(data: st.DataObject) -> None:
     assert value >= torch.stack(auprc_losses).mean() - 1e-12
 
 
-@pytest.mark.parametrize("update", ["mean", "last", "pool"])
+@pytest.mark.parametrize("update", ["mean", "last"])
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("v_init", ["first", "uniform"])
 def test_v_stays_sorted(update: str, grid: str, v_init: str, device: torch.device) -> None:
@@ -553,7 +554,7 @@ def test_first_visit_then_moving_average(any_backend: str, device: torch.device)
 def test_updates_of_several_queries(any_backend: str, device: torch.device) -> None:
     rows, labels = random_batch(11, 4, 2, n_lone=1, seed=4).on(device)
     unit = F.normalize(rows.detach(), dim=1)
-    expected: dict[str, list[Tensor]] = {"mean": [], "last": [], "pool": []}
+    expected: dict[str, list[Tensor]] = {"mean": [], "last": []}
     for c in range(2):
         (members,) = (labels == c).nonzero(as_tuple=True)
         n = len(members)
@@ -561,7 +562,6 @@ def test_updates_of_several_queries(any_backend: str, device: torch.device) -> N
         each = interpolate_scores(scores, 8, score_range=(-1, 1))
         expected["mean"].append(each.mean(0))
         expected["last"].append(each[-1])
-        expected["pool"].append(interpolate_scores(scores.flatten(), 8, score_range=(-1, 1)))
     for update, target in expected.items():
         module = criterion(3, update=update, memory_size=8).to(device)
         module(rows, labels)
@@ -596,10 +596,17 @@ def test_an_error_of_the_last_step_leaves_the_memory(
 ) -> None:
     rows, labels = random_batch(12, 4, 3).on(device)
     module = criterion(3).to(device)
-    monkeypatch.setattr(implementation, "loss_of_queries", lambda *_: 1 / 0)
+    with monkeypatch.context() as context:
+        context.setattr(implementation, "rank_total", divide_by_zero)
+        with pytest.raises(ZeroDivisionError):
+            module(rows, labels)
+        assert not module.visits.any()
+    module.w_var = 1
+    monkeypatch.setattr(module.semi_variance, "of_layout", divide_by_zero)
     with pytest.raises(ZeroDivisionError):
         module(rows, labels)
     assert not module.visits.any()
+    assert not module.v.any()
 
 
 def test_a_class_never_met_uses_its_own_scores(any_backend: str, device: torch.device) -> None:
@@ -678,6 +685,7 @@ def test_priors() -> None:
         (ValueError, "grid is", {"grid": "right"}),
         (ValueError, "v_init is", {"v_init": "zero"}),
         (ValueError, "update is", {"update": "first"}),
+        (ValueError, "update is 'pool': expected one of", {"update": "pool"}),
         (ValueError, "average is", {"average": "none"}),
         (ValueError, "tpr_offset is", {"tpr_offset": -0.5}),
         (ValueError, "w_var is", {"w_var": -1}),
@@ -729,10 +737,10 @@ def test_label_out_of_range_without_the_check(device: torch.device) -> None:
     assert module.visits.tolist() == [1]
 
 
-# --- pairs that are not held ---
+# --- panels of queries ---
 
-# A class of nearly half the rows, one of two, lone rows. 1129 pairs take 32 numbers of 8 bytes each, 289 KB: budgets
-# of a few blocks, and of one row.
+# A class of nearly half the rows, one of two, lone rows. The pairs of a query of the largest class take 16 numbers of 8
+# bytes each, 3456 bytes, and a row of scores 480: 25 000 bytes are 7 queries, or 52 where none has a pair.
 _LABELS = torch.tensor([0] * 27 + [1] * 19 + [2] * 5 + [3] * 2 + [4, 5, 7, 8] + [6] * 3)
 UNEVEN = Batch(
     random_batch(60, 6, 1, seed=7).rows,
@@ -743,30 +751,29 @@ BLOCKED: dict[str, dict[str, Any]] = {
     "without Eq. 9": {"w_var": 0},
     "Eq. 9 of the selected": {"var_normalize": "selected", "var_detach_mean": True},
     "last": {"update": "last", "grid": "authors", "v_init": "uniform"},
-    "pool": {"update": "pool"},
-    "pool, uniform": {"update": "pool", "v_init": "uniform", "grid": "linear", "beta": 1},
+    "uniform, linear": {"v_init": "uniform", "grid": "linear", "beta": 1},
     "micro": {"average": "micro", "tpr_offset": 0},
     "gradient of T": {"tpr_grad": True, "tau2": 0.05, "v_init": "uniform"},
     "prior of the batch": {"prior": "batch", "tau1": 0.5},
     "no memory": {"use_memory": False},
     "bound": {"max_class_size": 30},
-    "bound, pool": {"max_class_size": 30, "update": "pool"},
+    "bound, last": {"max_class_size": 30, "update": "last"},
     "labels out of range": {"num_classes": 3, "check_label_range": False},
     "no label in range": {"num_classes": 1, "check_label_range": False, "shift": 1},
 }
 
 
 @pytest.fixture
-def blocks_used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many blocks of queries each call takes that does not hold its pairs."""
+def panels_used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many panels of queries each call takes."""
     used: list[int] = []
-    real = pairs.BlockPairs.totals
+    real = implementation.rank_total
 
-    def totals(self: pairs.BlockPairs, *args: Any) -> Tensor:
-        used.append(len(self.blocks.blocks))
-        return real(self, *args)
+    def rank_total(*args: Any, **options: Any) -> Tensor:
+        used.append(len(list(options["panels"])))
+        return real(*args, **options)
 
-    monkeypatch.setattr(pairs.BlockPairs, "totals", totals)
+    monkeypatch.setattr(implementation, "rank_total", rank_total)
     return used
 
 
@@ -785,16 +792,17 @@ def history(budget: int | None, device: torch.device, **options: Any) -> list[Te
 
 @pytest.mark.parametrize(
     ("name", "budget"),
-    [("default", 1), *((name, budget) for name in BLOCKED for budget in (25_000, 200_000))],
+    [("default", 1), *((name, budget) for name in BLOCKED for budget in (3_000, 25_000))],
 )
-def test_blocks_of_queries_change_nothing(
-    name: str, budget: int, device: torch.device, blocks_used: list[int]
+def test_panels_of_queries_change_nothing(
+    name: str, budget: int, device: torch.device, panels_used: list[int]
 ) -> None:
     expected = history(None, device, **BLOCKED[name])
-    assert not blocks_used
+    assert panels_used == [1] * 4
+    panels_used.clear()
     actual = history(budget, device, **BLOCKED[name])
-    assert len(blocks_used) == 4
-    assert min(blocks_used) > 1
+    assert len(panels_used) == 4
+    assert min(panels_used) > 1
     # h is off by a few roundings, 1e-15. l2 is at most 1 / (2 tau2) = 500 times as steep and T at least 1 / 9: T is off
     # by 5e-12 of itself, and a gradient, of slopes l1' of at most 20, by 1e-10. The memory is off as h is.
     assert_close(actual, expected, atol=1e-10)
@@ -804,8 +812,8 @@ def test_blocks_of_queries_change_nothing(
 
 
 @pytest.mark.parametrize("average", ["macro", "micro"])
-def test_blocks_of_queries_equal_the_definition(
-    average: str, backend: str, device: torch.device, blocks_used: list[int]
+def test_panels_of_queries_equal_the_definition(
+    average: str, backend: str, device: torch.device, panels_used: list[int]
 ) -> None:
     rows, labels = UNEVEN.on(device)
     memory = torch.rand(9, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).to(device)
@@ -813,12 +821,12 @@ def test_blocks_of_queries_equal_the_definition(
     options: dict[str, Any] = {"average": average, "tpr_grad": True, "tau2": 0.05}
     expected = evaluate(of_embeddings, rows, labels, memory, prior, **options)
     actual = evaluate(soprc_loss, rows, labels, memory, prior, memory_budget=60_000, **options)
-    assert blocks_used[0] > 1
+    assert panels_used[0] > 1
     # As above, with 1 / (2 tau2) = 10 and T at least 1 / 6, and once more 10 for the slope of l2.
     assert_close(actual, expected, atol=1e-11)
 
 
-def test_blocks_of_queries_and_autograd(device: torch.device, blocks_used: list[int]) -> None:
+def test_panels_of_queries_and_autograd(device: torch.device, panels_used: list[int]) -> None:
     """No gradient, half precision, autocast, a second derivative, two runs."""
     rows, labels = UNEVEN.on(device, torch.float32)
     module = SOPRCLoss(9, memory_budget=25_000).to(device)
@@ -833,40 +841,40 @@ def test_blocks_of_queries_and_autograd(device: torch.device, blocks_used: list[
     (grad,) = torch.autograd.grad(again(rows, labels), rows, create_graph=True)
     with pytest.raises(RuntimeError, match="derivative"):
         grad.sum().backward()
-    assert min(blocks_used) > 1
+    assert min(panels_used) > 1
 
 
-@pytest.mark.parametrize("update", ["mean", "last", "pool"])
-def test_blocks_that_fail_or_hold_nan_leave_the_memory(
-    update: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, blocks_used: list[int]
+@pytest.mark.parametrize("update", ["mean", "last"])
+def test_panels_that_fail_or_hold_nan_leave_the_memory(
+    update: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, panels_used: list[int]
 ) -> None:
     rows, labels = UNEVEN.on(device)
     module = criterion(9, update=update, memory_budget=25_000).to(device)
     module(rows, labels)
     before = copy.deepcopy(module.state_dict())
     assert module(rows * torch.nan, labels).isnan()
-    real = pairs.Pairs.totals
-    calls = iter([real, real, None])  # the third block fails
-    monkeypatch.setattr(pairs.Pairs, "totals", lambda *args: (next(calls) or divide_by_zero)(*args))
+    real = implementation.memory_rank
+    calls = iter([real, real, divide_by_zero])  # the third panel fails
+    monkeypatch.setattr(implementation, "memory_rank", lambda *args, **options: next(calls)(*args, **options))
     with pytest.raises(ZeroDivisionError):
         module(rows, labels)
     for name, buffer in module.state_dict().items():
         assert_same(buffer, before[name])
-    assert min(blocks_used) > 1
+    assert min(panels_used) > 1
 
 
-def divide_by_zero(*_: Any) -> Tensor:
+def divide_by_zero(*_: Any, **__: Any) -> Tensor:
     return torch.tensor(1 // 0)
 
 
-def test_a_class_with_one_nan_row(device: torch.device, blocks_used: list[int]) -> None:
-    """Queries whose phi does not reach the NaN move the memory, the NaN itself does not; as with held pairs."""
+def test_a_class_with_one_nan_row(device: torch.device, panels_used: list[int]) -> None:
+    """Queries whose phi does not reach the NaN move the memory, the NaN itself does not; as with one panel."""
     rows, labels = UNEVEN.on(device)
     rows = rows.detach().clone()
     rows[labels == 0] = torch.where(
         torch.arange(27, device=device)[:, None] == 3, torch.nan, rows[labels == 0]
     )
-    for update in ("mean", "last", "pool"):
+    for update in ("mean", "last"):
         states = []
         for budget in (None, 25_000):
             module = criterion(9, update=update, grid="authors", memory_size=8, memory_budget=budget).to(
@@ -876,34 +884,195 @@ def test_a_class_with_one_nan_row(device: torch.device, blocks_used: list[int]) 
             states.append([module.v.clone(), module.visits.clone()])
         assert_close(states[1], states[0], atol=1e-14)
         assert states[0][1][0] == 1
-    assert min(blocks_used) > 1
+    assert min(panels_used[1::2]) > 1  # of the small budget
 
 
 # Peak memory of one call above what the process holds, in bytes, with two classes.
 PEAK = """
-import sys
 import torch
 from bench.memory import peak_above
 from tritonloss.losses import SOPRCLoss
 
 torch.set_num_threads(1)
-criterion = SOPRCLoss(2, memory_size=20, update=sys.argv[1], memory_budget=8 << 20)
+criterion = SOPRCLoss(2, memory_size=20, memory_budget=8 << 20)
 rows, labels = torch.randn(2048, 16, requires_grad=True), torch.arange(2048) % 2
 print(peak_above(lambda: criterion(rows, labels).backward(), "cpu"))
 """
 
 
 @peaks_are_known
-@pytest.mark.parametrize("update", ["mean", "pool"])
-def test_peak_memory_of_two_classes(update: str) -> None:
+def test_peak_memory_of_two_classes() -> None:
     """N = 2048: 2.1 million pairs, of which one number takes 8 MiB, the budget; held for all of them are about 20.
 
     Pairs may take the budget. Eq. 9 takes six blocks of 4 MiB: scores, gradient, and the columns of half of the keys as
-    int64, with their deviations and use. Twice the budget for N (D + V) numbers and the allocator. "pool" sorts
-    the scores of a class, N^2 / 4 of them, with their places: 24 bytes each, 24 MiB.
+    int64, with their deviations and use. Twice the budget for N (D + V) numbers and the allocator.
     """
-    peak = int(python(PEAK, update))
-    assert 1 << 20 < peak <= (3 * 8 + 6 * 4 + (24 if update == "pool" else 0)) << 20
+    assert 1 << 20 < int(python(PEAK)) <= (3 * 8 + 6 * 4) << 20
+
+
+@pytest.mark.parametrize("options", [{}, *BLOCKED.values()], ids=str)
+def test_one_pass_equals_the_reference(options: dict[str, Any], backend: str, device: torch.device) -> None:
+    """Values, gradients and the memory, three moves and one use of it."""
+    actual = history(None, device, **options)
+    use_backend("reference")
+    expected = history(None, device, **options)
+    # Two orders of summation, as in the panels above.
+    assert_close(actual, expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("w_var", [0, 1])
+def test_value_and_gradient_take_one_walk_each(
+    w_var: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One product a walk for the scores; of a whole panel the gradient is one more; the quantiles take one."""
+    rows, labels = UNEVEN.on(device)
+    products: list[str] = []
+    for owner, name in ((torch, "mm"), (torch, "addmm"), (Tensor, "addmm_")):
+        real = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *a, real=real, name=name, **k: products.append(name) or real(*a, **k)
+        )
+    value_and_grad(criterion(9, w_var=w_var).to(device), rows, labels)
+    assert products.count("mm") == 1
+    assert products.count("addmm") == (4 if w_var else 2)
+
+
+# --- the quantiles of any classes ---
+
+CLASS_SIZES: dict[str, list[int]] = {
+    "one class": [23],
+    "lone rows": [1] * 7,
+    "a big class and lone rows": [1, 1, 30, 1],
+    "many sizes": [2, 1, 17, 3, 1, 9, 2, 2],
+    "pairs": [2] * 9,
+}
+
+
+@pytest.mark.parametrize("sizes", CLASS_SIZES.values(), ids=CLASS_SIZES)
+@pytest.mark.parametrize("budget", [None, 6_000, 1])
+@pytest.mark.parametrize("bound", [None, 30])
+def test_quantiles_of_classes_of_any_size(
+    sizes: list[int], budget: int | None, bound: int | None, device: torch.device
+) -> None:
+    n = sum(sizes)
+    generator = torch.Generator().manual_seed(5)
+    labels = torch.repeat_interleave(torch.tensor(sizes))[torch.randperm(n, generator=generator)].to(device)
+    rows = torch.randn(n, 4, dtype=torch.float64, generator=generator).to(device)
+    phi = Interpolation(6, "midpoint", (-1.0, 1.0))
+    queries = implementation.Queries.of_embeddings(rows, labels, bound, budget)
+    assert queries.layout is not None
+    actual = queries.quantiles(phi)
+    unit = F.normalize(rows)
+    for place, row in enumerate(queries.layout.order.tolist()):
+        same = labels == labels[row]
+        same[row] = False
+        expected = torch.zeros(6, dtype=torch.float64)
+        if same.any():
+            expected = interpolate_scores(unit[same] @ unit[row], 6, score_range=(-1, 1))
+        assert_close(
+            actual[place], expected, atol=1e-14
+        )  # sums of 4 products of numbers below 1, in two orders
+    mask = labels[:, None] == labels
+    mask.fill_diagonal_(False)
+    matrix = (unit @ unit.T, mask, ~mask)
+    assert_close(
+        implementation.Queries.of_scores(matrix, labels, budget).quantiles(phi)[queries.layout.order],
+        actual,
+        atol=1e-14,
+    )
+
+
+# --- the memory alone ---
+
+
+def score_memory(**options: Any) -> ScoreMemory:
+    defaults = {"memory_size": 2, "beta": 0.25, "score_range": None, "grid": "midpoint", "v_init": "first"}
+    return ScoreMemory(4, **{**defaults, "update": "mean", **options}).double()
+
+
+PHI = torch.tensor([[1.0, 2], [3, 6], [5, 7], [9, 9], [torch.nan, 1]], dtype=torch.float64)
+CLASSES = torch.tensor([2, 0, 2, -1, 2])
+IS_QUERY = torch.tensor([True, True, True, False, True])
+
+
+@pytest.mark.parametrize("in_class_order", [False, True])
+@pytest.mark.parametrize(("update", "target"), [("mean", [3, 4.5]), ("last", [5, 7])])
+def test_score_memory(update: str, target: list[float], in_class_order: bool, device: torch.device) -> None:
+    """What is not finite moves nothing, what is no query neither; only `commit` writes."""
+    order = torch.argsort(CLASSES, stable=True) if in_class_order else torch.arange(5)
+    classes, phi, is_query = (tensor[order].to(device) for tensor in (CLASSES, PHI, IS_QUERY))
+    memory = score_memory(update=update).to(device)
+    assert_same(memory.current(classes, phi).nan_to_num(), phi.nan_to_num())  # nothing was met
+    used, moves = memory.moved(classes, phi, is_query, in_class_order=in_class_order)
+    assert not memory.v.any()
+    assert not memory.visits.any()
+    assert_same(moves, classes >= 0)
+    assert_close(used[classes == 2], double(target).expand(3, 2))
+    assert_close(used[classes == 0], double([[3, 6]]))
+    assert_close(used[classes == -1], double([[9, 9]]))
+    memory.commit(classes, used, moves)
+    assert_close(memory.v, double([[3, 6], [0, 0], target, [0, 0]]))
+    assert memory.visits.tolist() == [1, 0, 1, 0]
+    assert_close(memory.current(classes, phi)[classes == 2], double(target).expand(3, 2))
+    used, moves = memory.moved(classes, phi + 4, is_query, in_class_order=in_class_order)
+    assert_close(used[classes == 2], (double(target) + 0.25 * 4).expand(3, 2))
+    memory.commit(classes, used, moves)
+    assert_close(memory.v[2], double(target) + 1)
+    assert memory.visits.tolist() == [2, 0, 2, 0]
+    memory.reset_parameters()
+    assert not memory.v.any()
+    assert not memory.visits.any()
+
+
+def test_score_memory_of_a_class_without_finite_scores(device: torch.device) -> None:
+    memory = score_memory().to(device)
+    classes, phi = torch.tensor([1, 1], device=device), torch.full((2, 2), torch.nan, device=device)
+    used, moves = memory.moved(classes, phi.double(), classes > 0, in_class_order=True)
+    assert not moves.any()
+    assert used.isnan().all()
+    memory.commit(classes, used, moves)
+    assert not memory.v.any()
+    assert not memory.visits.any()
+
+
+META = """
+import torch
+from checks import assert_same
+from inputs import random_batch
+from tritonloss.losses import SOPRCLoss
+
+rows, labels = random_batch(12, 4, 3).on(torch.device("cpu"), torch.float32)
+for v_init in ("first", "uniform"):
+    for prior in (0.1, [0.1, 0.2, 0.3], "batch"):
+        expected = SOPRCLoss(3, v_init=v_init, prior=prior)
+        with torch.device("meta"):
+            module, loaded = (SOPRCLoss(3, v_init=v_init, prior=prior) for _ in range(2))
+        assert {buffer.device.type for buffer in module.buffers()} == {"meta"}
+        module.to_empty(device="cpu")
+        module.reset_parameters()
+        for name, buffer in expected.state_dict().items():
+            assert_same(module.state_dict()[name], buffer)
+        expected(rows, labels)
+        loaded.load_state_dict(expected.state_dict(), assign=True)
+        assert_same(loaded(rows, labels, update=False), expected(rows, labels, update=False))
+print("as built on the CPU")
+"""
+
+
+def test_construction_on_the_meta_device() -> None:
+    """In a process of its own: torch remembers which functions make tensors, and a fixture here replaces them."""
+    assert python(META).split("\n")[-2] == "as built on the CPU"
+
+
+def test_half_checkpoints_are_held_in_float32() -> None:
+    trained = SOPRCLoss(3)
+    trained(*random_batch(12, 4, 3).on(torch.device("cpu"), torch.float32))
+    half = {name: t.half() if t.is_floating_point() else t for name, t in trained.state_dict().items()}
+    for assign in (False, True):
+        resumed = SOPRCLoss(3)
+        resumed.load_state_dict(half, assign=assign)
+        for name, buffer in resumed.state_dict().items():
+            assert_same(buffer, half[name].to(trained.state_dict()[name].dtype))
 
 
 # --- state ---
@@ -980,7 +1149,7 @@ def test_two_runs_give_the_same_bits(backend: str, device: torch.device) -> None
 
 
 def test_binary_memory_is_linear(device: torch.device) -> None:
-    """One list of 100 positives and 10000 negatives: no tensor grows with the product, which is 4 MB."""
+    """One list of 200 positives and 100000 negatives: no tensor grows with the product, which is 80 MB."""
     largest = 0
 
     class Watch(TorchDispatchMode):
@@ -992,9 +1161,9 @@ def test_binary_memory_is_linear(device: torch.device) -> None:
                     largest = max(largest, tensor.numel() * tensor.element_size())
             return result
 
-    scores = torch.randn(10_100, device=device, requires_grad=True)
-    targets = torch.arange(10_100, device=device) < 100
+    scores = torch.randn(100_200, device=device, requires_grad=True)
+    targets = torch.arange(100_200, device=device) < 200
     with Watch():
         SOPRCLoss().to(device)(scores, targets).backward()
-    # int64 numbers of the columns are the largest: linear in the scores.
-    assert 0 < largest <= 8 * 10_100
+    # Some positives at a time against all scores, which eager bounds by 16 MiB.
+    assert 0 < largest <= 16 << 20

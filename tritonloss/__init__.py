@@ -1,6 +1,6 @@
 """Exact metric-learning losses whose heavy part runs in Triton kernels."""
 
-from tritonloss import distances, functional, losses, reducers, reference, regularizers, types
+from tritonloss import distances, functional, losses, metrics, reducers, reference, regularizers, types
 from tritonloss.backends import use_backend
 
 __version__ = "0.1.0"
@@ -9,6 +9,7 @@ __all__ = [
     "distances",
     "functional",
     "losses",
+    "metrics",
     "reducers",
     "reference",
     "regularizers",

@@ -1,23 +1,26 @@
-"""`python -m tritonloss`: versions, devices, the backend each would use and why, and the tuned configurations found."""
+"""`python -m tritonloss`: versions, devices, the backend each would use and why, and the tuned configurations found.
+
+`python -m tritonloss tune` finds them ahead of training.
+"""
 
 import importlib.metadata
-import json
-import os
 import platform
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+import sys
+from collections.abc import Iterator, Sequence
 
 import torch
 
 import tritonloss
-from tritonloss.backends import resolve_backend, selected_backend, triton_unusable
-from tritonloss.backends.tuning import CONFIGS, tuning_enabled
+from tritonloss import tune
+from tritonloss.backends import resolve_backend, selected_backend, tables, triton_unusable
+from tritonloss.backends.tuning import tuning_enabled
 
 
-def main() -> None:
-    """Print the report."""
-    print("\n".join(report()))
+def main(arguments: Sequence[str]) -> None:
+    """Print the report, or tune. Raises SystemExit for anything else."""
+    if arguments and arguments[0] != "tune":
+        raise SystemExit(f"python -m tritonloss: got {arguments[0]!r}, expected nothing or tune")
+    print("\n".join(tune.main(arguments[1:]) if arguments else report()))
 
 
 def report() -> Iterator[str]:
@@ -39,45 +42,36 @@ def devices() -> list[torch.device]:
 
 
 def tuned_configurations() -> Iterator[str]:
-    """A line for each result of Triton's autotuner on disk that belongs to a kernel of this package."""
-    home = Path(os.environ.get("TRITON_HOME") or Path.home())
-    directory = Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
-    for file in sorted(directory.glob("*/*.autotune.json")):
-        kernel = file.name.removesuffix(".autotune.json")
-        if kernel in CONFIGS:
+    """A line for each entry of each table of configurations, shipped or of this user."""
+    for folder in filter(None, (tables.SHIPPED, tables.directory())):
+        for file in sorted(folder.glob("*.json")):
             try:
-                yield _tuned_line(kernel, json.loads(file.read_text()))
-            except (
-                OSError,
-                ValueError,
-                LookupError,
-                TypeError,
-            ) as error:  # half written, or of another Triton
-                yield f"  {kernel}: {file} cannot be read ({type(error).__name__}: {error})"
-
-
-def _tuned_line(kernel: str, content: Any) -> str:
-    best = min(content["configs_timings"], key=lambda timing: timing[1])[0]
-    return f"  {kernel} {content['key']}: {best['kwargs']}, {best['num_warps']} warps"
+                device, table = tables.read(file)
+            except (OSError, ValueError, RecursionError) as error:  # half written, or of another version
+                yield f"  {file} cannot be read ({type(error).__name__}: {error})"
+                continue
+            source = "table" if table.complete else "timed at first use"
+            for key, config in table.entries.items():
+                yield f"  {device}, {source}: {key}: {config}"
 
 
 def _backend_line(device: torch.device) -> str:
-    selected = selected_backend()
+    selected, reason = selected_backend(), triton_unusable(device)
+    if selected == "auto":
+        if device.type == "cuda" and reason is None:
+            return "triton"
+        return f"eager, because {reason or 'the interpreter is for tests only'}"
     try:
-        backend = resolve_backend(selected, device)
+        return f"{resolve_backend(selected, device)}, because it was chosen"
     except RuntimeError as error:
         return f"none: {error}"
-    if selected != "auto":
-        return f"{backend}, because it was chosen"
-    if backend == "triton":
-        return "triton"
-    return f"eager, because {triton_unusable(device) or 'the interpreter is for tests only'}"
 
 
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{platform.processor() or platform.machine()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _version(package: str) -> str:
@@ -88,4 +82,4 @@ def _version(package: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

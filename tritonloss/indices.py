@@ -98,6 +98,12 @@ def miner_weights(
     return (counts / counts.max()).to(dtype)
 
 
+def weights_of_rows(indices: PairIndices | TripletIndices, embeddings: Tensor) -> Tensor:
+    """`miner_weights` of the rows of embeddings [N, D], in the dtype that they are computed in."""
+    dtype = accumulation_dtype(embeddings.dtype)
+    return miner_weights(indices, embeddings.shape[0], dtype=dtype, device=embeddings.device)
+
+
 def _check_entry(name: str, entry: Tensor) -> None:
     if not isinstance(entry, Tensor):
         raise TypeError(f"indices_tuple: {name} must be a tensor, got {type(entry).__name__}")

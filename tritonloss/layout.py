@@ -1,6 +1,7 @@
 """Rows sorted by label, so that the positives of a query are one contiguous range of columns."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -11,14 +12,55 @@ from torch import Tensor
 class Positives:
     """The positives of a block of queries: query q owns the columns start[q] .. start[q] + count[q] - 1.
 
-    start, count, offset: [rows] int64; its pairs lie at offset[q] .. offset[q] + count[q] - 1 of the flat tensors.
-    width: an upper bound of count that the host knows, for the launch of a forward kernel.
+    start, count: [rows] int64, contiguous. n_keys: the number of columns. width: a bound of count that the host knows;
+    the pairs of the block are a rectangle [rows, width], whose slot k of row q stands for column start[q] + k. Slots
+    from count[q] on are no pairs, and what they hold means nothing. is_full: every row is known to have `width` pairs.
     """
 
     start: Tensor
     count: Tensor
-    offset: Tensor
+    n_keys: int
     width: int
+    is_full: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the rectangle."""
+        return self.start.shape[0], self.width
+
+    @cached_property
+    def is_pair(self) -> Tensor | None:
+        """[rows, width] bool; None where every slot is one."""
+        if self.is_full:
+            return None
+        return torch.arange(self.width, device=self.start.device) < self.count[:, None]
+
+    @cached_property
+    def columns(self) -> Tensor:
+        """The column of each slot [rows, width] int64; a slot without a pair repeats the first of its row."""
+        columns = self.start[:, None] + torch.arange(self.width, device=self.start.device)
+        if self.is_pair is None:
+            return columns
+        return torch.where(self.is_pair, columns, self.start[:, None].clamp(max=self.n_keys - 1))
+
+    @cached_property
+    def offset(self) -> Tensor:
+        """Where the slots of each row begin in the rectangle, [rows] int64."""
+        n_rows = self.start.shape[0]
+        return torch.arange(0, n_rows * self.width, self.width, device=self.start.device)
+
+    def only_pairs(self, rectangle: Tensor, other: float = 0) -> Tensor:
+        """The rectangle with `other` in the slots that are no pairs."""
+        return rectangle if self.is_pair is None else torch.where(self.is_pair, rectangle, other)
+
+    def scatter(self, rectangle: Tensor, block: Tensor) -> None:
+        """Write the values of the pairs to their columns of the block [rows, n_keys].
+
+        A row without pairs gets the value of its slot 0 in its first column, or in the last one of the block.
+        """
+        if self.is_pair is not None:
+            rectangle = torch.where(self.is_pair, rectangle, rectangle[:, :1])
+        block.scatter_(1, self.columns, rectangle)
 
 
 def class_ranges(query_labels: Tensor, sorted_labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,6 +100,18 @@ class ClassLayout:
     def query_count(self) -> Tensor:
         """[N] int64: the class size, 0 for a lone row, which is no query."""
         return torch.where(self.count > 1, self.count, 0)
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        """1 / the number of queries, [] of this dtype; 1 without any.
+
+        It is the weight of every row in a mean over queries, if the value of a row that is none is 0.
+        """
+        return (self.count > 1).sum(dtype=dtype).clamp_(min=1).reciprocal_()
+
+    def weights(self, dtype: torch.dtype) -> Tensor:
+        """1 / (number of queries x class size) for each row [N], the weight of its pairs in a mean; 0 for no query."""
+        is_query = self.count > 1
+        return is_query / (self.count * is_query.sum(dtype=dtype).clamp_(min=1))
 
     def sort(self, rows: Tensor) -> Tensor:
         """rows [N, ...] in sorted order; differentiable, deterministic."""

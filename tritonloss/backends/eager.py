@@ -1,10 +1,10 @@
 """The block functions in plain torch: any device, any floating dtype.
 
-Each takes a block of scores [rows, N] and writes into tensors its caller allocated. The loop runs over the positives
-of a row, one at a time: a block times one positive is the largest temporary.
+Each takes a block of scores [rows, N] and writes into tensors its caller allocated.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -12,75 +12,93 @@ from torch import Tensor
 from tritonloss.backends.large_classes import Grid, grid_of_range
 from tritonloss.layout import Positives
 
-# To read a derivative back from the last-level cache takes less time than to compute it again; from memory, more.
-DERIVATIVE_BYTES = 16 << 20
+# The derivatives of every (positive, key) are kept from the forward pass of a block to its backward pass up to this
+# size: to read them from the last-level cache takes less time than to compute them again; from memory, more. Below
+# 32 MiB glibc takes the next block from what the last one freed, and no page is new.
+KEPT_BYTES = 16 << 20
+# Positives that are compared with all keys at once; a cube of this size stays in the caches of a core.
+CUBE_BYTES = 4 << 20
 
-
-def _add_up(
-    difference: Tensor, surrogate: str, derivative: Tensor, rank: Tensor, slope: Tensor | None
-) -> None:
-    """Write the row sums of g into `rank`, of g' / SCALE into `slope`, [rows] each; of the difference plus SHIFT.
-
-    With `slope`, g' / SCALE is left in `derivative`, which may be the difference where that is a sigmoid's; the
-    difference is overwritten. A difference of -inf counts 0 for both.
-    """
-    if surrogate == "sigmoid":
-        value = torch.sigmoid(difference, out=derivative)
-        torch.sum(value, 1, out=rank)
-        if slope is not None:
-            torch.sum(value.addcmul_(value, value, value=-1), 1, out=slope)
-        return
-    lifted = difference.clamp_(min=0)
-    rise = torch.clamp(lifted, max=1, out=derivative)
-    if slope is not None:
-        torch.sum(rise, 1, out=slope)
-    # rise (2 lifted - rise): the parabola while both are equal, the line 2 lifted - 1 above 1.
-    torch.sum(torch.lerp(rise, lifted, 2, out=lifted).mul_(rise), 1, out=rank)
-
-
-def _surrogate_slope(difference: Tensor, surrogate: str) -> Tensor:
-    """g' / SCALE of the difference plus SHIFT, in its memory."""
-    if surrogate == "sigmoid":
-        value = difference.sigmoid_()
-        return value.addcmul_(value, value, value=-1)
-    return difference.clamp_(0, 1)
-
-
-# Applied to a row of positives instead of a block of differences.
+# Subtracted from the threshold of a positive, so that the surrogate of a difference is a function of this one number.
 SHIFT = {"sigmoid": 0, "one_side_huber": 1}
+# g' is what the functions below call a slope, times this.
 SCALE = {"sigmoid": 1, "one_side_huber": 2}
 
 
-class _Rectangle:
-    """The pairs of a block as [rows, width], and their places among the columns and in the flat tensors."""
+def _sum_values(lifted: Tensor, surrogate: str, ranks: Tensor, slopes: Tensor | None, out: Tensor) -> None:
+    """Write the sums of g and, if `slopes` is given, of g' / SCALE over the last dimension, and g' / SCALE into `out`.
 
-    def __init__(self, positives: Positives, n_keys: int) -> None:
-        count = positives.count
-        self.width, n_pairs, first = torch.stack([count.max(), count.sum(), positives.offset[0]]).tolist()
-        self.flat = slice(first, first + n_pairs)
-        slot = torch.arange(self.width, device=count.device)
-        self.columns = positives.start[:, None] + slot
-        # None where all rows have as many pairs: then flat tensors and rectangles are views of each other.
-        self.valid = None
-        if n_pairs < len(count) * self.width:
-            self.valid = slot < count[:, None]
-            # An unused slot repeats the row's first positive, so that gathers stay in range and scatters harmless.
-            first_column = positives.start.clamp(max=n_keys - 1)[:, None]
-            self.columns = torch.where(self.valid, self.columns, first_column)
+    lifted: the difference plus SHIFT, which is overwritten; `out` may be its memory for the sigmoid, and is another one
+    for the one-side Huber. A difference of -inf counts 0.
+    """
+    if surrogate == "sigmoid":
+        torch.sum(torch.sigmoid(lifted, out=out), -1, out=ranks)
+        if slopes is not None:
+            torch.sum(out.addcmul_(out, out, value=-1), -1, out=slopes)
+        return
+    torch.clamp(lifted.clamp_(min=0), max=1, out=out)
+    if slopes is not None:
+        torch.sum(out, -1, out=slopes)
+    # out (2 lifted - out): the parabola while both are equal, the line 2 lifted - 1 above 1.
+    torch.sum(torch.lerp(out, lifted, 2, out=lifted).mul_(out), -1, out=ranks)
 
-    def write(self, flat: Tensor, rectangle: Tensor) -> None:
-        flat[self.flat] = rectangle.reshape(-1) if self.valid is None else rectangle[self.valid]
 
-    def read(self, flat: Tensor) -> Tensor:
-        if self.valid is None:
-            return flat[self.flat].view(self.columns.shape)
-        return flat.new_zeros(self.columns.shape).masked_scatter_(self.valid, flat[self.flat])
+def _slope(lifted: Tensor, surrogate: str) -> Tensor:
+    """g' / SCALE of the difference plus SHIFT, in its memory."""
+    if surrogate == "sigmoid":
+        value = lifted.sigmoid_()
+        return value.addcmul_(value, value, value=-1)
+    return lifted.clamp_(0, 1)
 
-    def scatter(self, rectangle: Tensor, block: Tensor) -> None:
-        """Write the values of the pairs to their columns of the block [rows, N]; a row without pairs is set to 0."""
-        if self.valid is not None:
-            rectangle = torch.where(self.valid, rectangle, rectangle[:, :1])
-        block.scatter_(1, self.columns, rectangle)
+
+def _cubes(
+    columns: Tensor, positive: Tensor, surrogate: str, skip: bool, cube: Tensor
+) -> Iterator[tuple[slice, Tensor]]:
+    """Differences plus SHIFT [rows, some positives, columns], in the memory of `cube`, as many positives as it has.
+
+    If it has all, those of each part lie where the part is. skip: -inf where column p meets positive p.
+    """
+    width, step = positive.shape[1], max(1, cube.shape[1])
+    threshold = positive - SHIFT[surrogate] if SHIFT[surrogate] else positive
+    for first in range(0, width, step):
+        part = slice(first, min(first + step, width))
+        lifted = torch.sub(columns[:, None], threshold[:, part, None], out=cube[:, : part.stop - first])
+        if skip:
+            lifted.diagonal(first, 1, 2).fill_(-torch.inf)
+        yield part, lifted
+
+
+def _new_cube(columns: Tensor, width: int) -> Tensor:
+    """Memory for the differences of as many positives as CUBE_BYTES hold, one at least."""
+    rows, n = columns.shape
+    some = max(1, CUBE_BYTES // max(1, rows * n * columns.element_size()))
+    return columns.new_empty(rows, min(some, width), n)
+
+
+def _sums(
+    columns: Tensor,
+    positive: Tensor,
+    surrogate: str,
+    ranks: Tensor,
+    slopes: Tensor | None,
+    keep: bool = False,
+    skip: bool = False,
+) -> Tensor | None:
+    """Write the sums of g and of g' over the columns of each row, [rows, width] each.
+
+    keep: return g' / SCALE [rows, width, columns]. skip: without column p for positive p.
+    """
+    rows, width = positive.shape
+    kept = columns.new_empty(rows, width, columns.shape[1]) if keep else None
+    in_place = surrogate == "sigmoid"
+    cube = kept if kept is not None and in_place else _new_cube(columns, width)
+    spare = cube if in_place or kept is not None else torch.empty_like(cube)
+    for part, lifted in _cubes(columns, positive, surrogate, skip, cube):
+        out = kept[:, part] if kept is not None else spare[:, : lifted.shape[1]]
+        _sum_values(lifted, surrogate, ranks[:, part], None if slopes is None else slopes[:, part], out)
+    if slopes is not None and SCALE[surrogate] != 1:
+        slopes.mul_(SCALE[surrogate])
+    return kept
 
 
 def soft_rank_forward(
@@ -92,66 +110,22 @@ def soft_rank_forward(
     positive_scores: Tensor,
     positive_ranks: Tensor | None = None,
     positive_slopes: Tensor | None = None,
-    derivatives: Tensor | None = None,
-) -> None:
-    """Write rank, slope (if `slopes` is given) and score of every pair of the block into the flat tensors [M].
+) -> Tensor | None:
+    """Write rank, slope (if `slopes` is given) and score of every pair of the block, rectangles [rows, width].
 
-    With `positive_ranks` also the rank among the other positives, and its slope (if `positive_slopes` is given). With
-    `derivatives` [width, rows, N] also g' / SCALE of every (positive, key), 0 where the key is a positive; the scores
-    are then overwritten, and may be the last of its blocks.
+    With `positive_ranks` also the rank among the other positives, and its slope (if `positive_slopes` is given). The
+    scores of the positives are overwritten. Returns what `soft_rank_backward` of the same block takes as `kept`.
     """
-    rectangle = _Rectangle(positives, scores.shape[1])
-    positive = scores.gather(1, rectangle.columns)
-    # A copy without the positives would cost more than to take them out and put them back.
-    scores.scatter_(1, rectangle.columns, -torch.inf)
-    rank, slope = _sums_over_columns(scores, positive, surrogate, slopes is not None, derivatives)
-    if derivatives is None:
-        scores.scatter_(1, rectangle.columns, positive)
-    rectangle.write(ranks, rank)
-    rectangle.write(positive_scores, positive)
-    if slopes is not None:
-        rectangle.write(slopes, slope)
+    # A slot without a pair is compared with 0, so that nothing it holds becomes NaN.
+    positive = positives.only_pairs(torch.gather(scores, 1, positives.columns, out=positive_scores))
+    # A copy without the positives would cost more than to take them out.
+    scores.scatter_(1, positives.columns, -torch.inf)
+    keep = slopes is not None and positive.numel() * scores.shape[1] * scores.element_size() <= KEPT_BYTES
+    kept = _sums(scores, positive, surrogate, ranks, slopes, keep)
     if positive_ranks is not None:
-        others = positive
-        if rectangle.valid is not None:
-            others = positive.masked_fill(~rectangle.valid, -torch.inf)
-        with_slope = positive_slopes is not None
-        rank, slope = _sums_over_columns(others, positive, surrogate, with_slope, skip=True)
-        rectangle.write(positive_ranks, rank)
-        if positive_slopes is not None:
-            rectangle.write(positive_slopes, slope)
-
-
-def _empty_strided_like(columns: Tensor) -> Tensor:
-    # Vector loops of torch end where rows do, and round the rest in another way: with the strides of `columns`, kept
-    # derivatives and recomputed ones are the same bits.
-    return torch.empty_strided(columns.shape, columns.stride(), dtype=columns.dtype, device=columns.device)
-
-
-def _sums_over_columns(
-    columns: Tensor,
-    positive: Tensor,
-    surrogate: str,
-    with_slope: bool,
-    derivatives: Tensor | None = None,
-    skip: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """The sums of g and of g' over the columns of each row, [rows, width] each; `skip`: without column p for p."""
-    rank, slope = torch.empty_like(positive), torch.empty_like(positive)
-    threshold = positive - SHIFT[surrogate]
-    if derivatives is None:
-        derivatives = _empty_strided_like(columns).expand(positive.shape[1], -1, -1)
-    # A sigmoid is replaced by its derivative in one memory; a one-side Huber needs both.
-    difference = None if surrogate == "sigmoid" else _empty_strided_like(columns)
-    for p in range(positive.shape[1]):
-        derivative = derivatives[p]
-        above = torch.sub(
-            columns, threshold[:, p : p + 1], out=derivative if difference is None else difference
-        )
-        if skip:
-            above[:, p] = -torch.inf
-        _add_up(above, surrogate, derivative, rank[:, p], slope[:, p] if with_slope else None)
-    return rank, slope.mul_(SCALE[surrogate]) if with_slope else slope
+        others = positives.only_pairs(positive, -torch.inf)
+        _sums(others, positive, surrogate, positive_ranks, positive_slopes, skip=True)
+    return kept
 
 
 def soft_rank_backward(
@@ -161,68 +135,58 @@ def soft_rank_backward(
     slopes: Tensor,
     positive_scores: Tensor,
     grad_ranks: Tensor,
-    grad_positive_scores: Tensor,
+    grad_positive_scores: Tensor | None,
     grad_scores: Tensor,
     positive_slopes: Tensor | None = None,
     grad_positive_ranks: Tensor | None = None,
-    derivatives: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> None:
     """Write the gradient of the block's scores into `grad_scores` [rows, N].
 
-    positive_slopes and grad_positive_ranks: of the ranks among the positives, both or neither. With the `derivatives`
-    of the forward pass, the scores are not read.
+    slopes, positive_scores, positive_slopes and `kept` are what `soft_rank_forward` wrote and returned for this block.
+    grad_positive_scores: None for 0. positive_slopes and grad_positive_ranks: both or neither.
     """
-    rectangle = _Rectangle(positives, grad_scores.shape[1])
-    positive = rectangle.read(positive_scores)
-    weight = rectangle.read(grad_ranks)
-    grad_scores.zero_()
-    _add_weighted_slopes(scores, positive, weight, surrogate, grad_scores, derivatives)
-    own = rectangle.read(grad_positive_scores) - weight * rectangle.read(slopes)
+    weight = positives.only_pairs(grad_ranks)
+    own = positives.only_pairs(slopes).mul(weight).neg_()
+    if grad_positive_scores is not None:
+        own += positives.only_pairs(grad_positive_scores)
+    if kept is not None:
+        torch.bmm(_scaled(weight, surrogate)[:, None], kept, out=grad_scores[:, None])
+    else:
+        _add_slopes(scores, positives.only_pairs(positive_scores), weight, surrogate, grad_scores.zero_())
     if positive_slopes is not None and grad_positive_ranks is not None:
-        weight = rectangle.read(grad_positive_ranks)
-        own -= weight * rectangle.read(positive_slopes)
-        _add_weighted_slopes(positive, positive, weight, surrogate, own, skip=True)
-    rectangle.scatter(own, grad_scores)
+        weight = positives.only_pairs(grad_positive_ranks)
+        others = positives.only_pairs(positive_scores, -torch.inf)
+        own -= weight * positives.only_pairs(positive_slopes)
+        _add_slopes(others, positive_scores, weight, surrogate, own, skip=True)
+    positives.scatter(own, grad_scores)
 
 
-def _add_weighted_slopes(
-    columns: Tensor,
-    positive: Tensor,
-    weight: Tensor,
-    surrogate: str,
-    total: Tensor,
-    derivatives: Tensor | None = None,
-    skip: bool = False,
+def _scaled(weight: Tensor, surrogate: str) -> Tensor:
+    return weight * SCALE[surrogate] if SCALE[surrogate] != 1 else weight
+
+
+def _add_slopes(
+    columns: Tensor, positive: Tensor, weight: Tensor, surrogate: str, total: Tensor, skip: bool = False
 ) -> None:
-    """Add the sum over p of weight[:, p] g'(columns - positive[:, p]) to `total`; `skip`: not to column p for p.
-
-    derivatives: g' / SCALE [width, rows, N], if they were kept; then neither columns nor positive are read.
-    """
-    weight = weight * SCALE[surrogate]
-    if derivatives is not None:
-        for p in range(weight.shape[1]):
-            total.addcmul_(derivatives[p], weight[:, p : p + 1])
-        return
-    difference, threshold = _empty_strided_like(columns), positive - SHIFT[surrogate]
-    for p in range(weight.shape[1]):
-        torch.sub(columns, threshold[:, p : p + 1], out=difference)
-        if skip:
-            difference[:, p] = -torch.inf
-        total.addcmul_(_surrogate_slope(difference, surrogate), weight[:, p : p + 1])
+    """Add the sum over p of weight[:, p] g'(columns - positive[:, p]) to `total`; `skip`: not to column p for p."""
+    weight = _scaled(weight, surrogate)
+    for part, lifted in _cubes(columns, positive, surrogate, skip, _new_cube(columns, positive.shape[1])):
+        total[:, None].baddbmm_(weight[:, None, part], _slope(lifted, surrogate))
 
 
 def largest_class(positives: Positives) -> int:
-    """The most positives of a row of the block."""
-    return int(positives.count.max())
+    """A bound of the positives of a row of the block: the host asks the device for nothing."""
+    return positives.width
 
 
-def one_class(positives: Positives) -> tuple[int, int, int] | None:
-    """Start, stop and first pair of the class that all rows of the block have; None if they have several, or none."""
+def one_class(positives: Positives) -> tuple[int, int] | None:
+    """Start and stop of the class that all rows of the block have; None if they have several, or none."""
     table = torch.stack([positives.start, positives.count])
     if not bool((table == table[:, :1]).all()):
         return None
-    start, count, first_pair = torch.cat([table[:, 0], positives.offset[:1]]).tolist()
-    return (start, start + count, first_pair) if count else None
+    start, count = table[:, 0].tolist()
+    return (start, start + count) if count else None
 
 
 def score_grid(scores: Tensor, limit: float) -> Grid | None:
@@ -267,7 +231,10 @@ def grid_read(coefficients: Tensor, values: Tensor, grid: Grid) -> Tensor:
     return result
 
 
-def _own_columns(labels: Tensor, first_class: int, rows: int) -> tuple[Tensor, Tensor]:
+Own = tuple[Tensor, Tensor]
+
+
+def _own_columns(labels: Tensor, first_class: int, rows: int) -> Own:
     """Row and column [m] of the block's positives, ascending by row: each column has at most one own row."""
     columns = ((labels >= first_class) & (labels < first_class + rows)).nonzero().squeeze(1)
     own_rows, order = torch.sort(labels[columns].long() - first_class, stable=True)
@@ -281,8 +248,11 @@ def _log_one_plus_sum(peak: Tensor, total: Tensor) -> Tensor:
 
 def proxy_logsumexp_forward(
     scores: Tensor, first_class: int, labels: Tensor, offsets: Tensor, positive: Tensor, negative: Tensor
-) -> None:
-    """Write ln(1 + sum) of the own columns and of the other columns of every row into `positive`, `negative` [rows]."""
+) -> Own:
+    """Write ln(1 + sum) of the own columns and of the other columns of every row into `positive`, `negative` [rows].
+
+    Returns what `proxy_logsumexp_backward` of the same block takes as `kept`.
+    """
     own = _own_columns(labels, first_class, len(scores))
     exponent = offsets[own[1]] - scores[own]
     count = torch.bincount(own[0], minlength=len(scores))
@@ -295,6 +265,7 @@ def proxy_logsumexp_forward(
     peak = exponent.amax(1).clamp_(min=0)
     total = exponent.sub_(peak[:, None]).exp_().sum(1)
     negative.copy_(_log_one_plus_sum(peak, total))
+    return own
 
 
 def proxy_logsumexp_backward(
@@ -307,9 +278,10 @@ def proxy_logsumexp_backward(
     grad_positive: Tensor,
     grad_negative: Tensor,
     grad_scores: Tensor,
+    kept: Own | None = None,
 ) -> None:
     """Write the gradient of the block's scores into `grad_scores` [rows, N]."""
-    own = _own_columns(labels, first_class, len(scores))
+    own = _own_columns(labels, first_class, len(scores)) if kept is None else kept
     own_grad = -grad_positive[own[0]] * torch.exp(offsets[own[1]] - scores[own] - positive[own[0]])
     # In the order of the forward pass, so that a large exponent is rounded to the same number.
     torch.add(scores, offsets, out=grad_scores)
@@ -323,20 +295,19 @@ MAX_FRACTION_BITS = 52
 
 def soft_histogram_forward(
     scores: Tensor, ranges: Tensor, first_column: int, descending: bool, counts: Tensor, fractions: Tensor
-) -> None:
+) -> Tensor:
     """Add the pairs of the block to `counts` and `fractions`, [1, 2, bins + 2] or, each row to its own, [rows, ...].
 
     Positives come before negatives, the last entry counts the NaN. counts are int64, fractions float64. Both are sums
-    of integers, so that their order does not matter, on any device.
+    of integers, so that their order does not matter, on any device. Returns what `soft_histogram_backward` of the same
+    block takes as `kept`.
     """
     n_tables, _, size = counts.shape
     position = _node_position(scores, size - 2, descending).nan_to_num_(nan=size - 1)
     slot = position.to(torch.int64)
     bits = min(MAX_FRACTION_BITS, 62 - slot.numel().bit_length())
     fraction = position.frac_().mul_(2**bits).to(torch.int64)
-    _add_kind(slot, ranges, first_column, size)
-    if n_tables > 1:
-        slot += 3 * size * torch.arange(n_tables, device=slot.device)[:, None]
+    _add_table(slot, ranges, first_column, size, n_tables)
     sums = slot.new_zeros(2, n_tables * 3 * size)
     sums[0].index_add_(0, slot.view(-1), slot.new_ones(()).expand(slot.numel()))
     sums[1].index_add_(0, slot.view(-1), fraction.view(-1))
@@ -344,20 +315,30 @@ def soft_histogram_forward(
     counts += pair_count
     # In float64 before they are scaled: torch.compile of torch 2.11 scales integers in float32.
     fractions.add_(fraction_sum.to(torch.float64), alpha=2.0**-bits)
+    return slot
 
 
 def soft_histogram_backward(
-    scores: Tensor, ranges: Tensor, first_column: int, descending: bool, slopes: Tensor, grad_scores: Tensor
+    scores: Tensor,
+    ranges: Tensor,
+    first_column: int,
+    descending: bool,
+    slopes: Tensor,
+    grad_scores: Tensor,
+    kept: Tensor | None = None,
 ) -> None:
     """Write into `grad_scores` the slope of the bin of each pair; slopes: [1, 2, bins], or [rows, 2, bins]."""
     n_tables, _, n_bins = slopes.shape
-    slot = _node_position(scores, n_bins, descending).nan_to_num_(nan=0).to(torch.int64)
-    slot.clamp_(max=n_bins - 1)
-    _add_kind(slot, ranges, first_column, n_bins)
-    if n_tables > 1:
-        slot += 3 * n_bins * torch.arange(n_tables, device=slot.device)[:, None]
-    table = torch.cat([slopes, torch.zeros_like(slopes[:, :1])], 1).flatten()
-    torch.mul(table.index_select(0, slot.view(-1)).view_as(slot), scores.abs().le_(1), out=grad_scores)
+    size = n_bins + 2
+    if kept is None:
+        kept = _node_position(scores, n_bins, descending).nan_to_num_(nan=size - 1).to(torch.int64)
+        _add_table(kept, ranges, first_column, size, n_tables)
+    # The last node has the slope of the last bin, a NaN and a hidden pair have none.
+    table = slopes.new_zeros(n_tables, 3, size)
+    table[:, :2, :n_bins] = slopes
+    table[:, :2, n_bins] = slopes[:, :, -1]
+    values = table.flatten().index_select(0, kept.view(-1)).view_as(kept)
+    torch.mul(values, scores.abs().le_(1), out=grad_scores)
 
 
 def _node_position(scores: Tensor, n_bins: int, descending: bool) -> Tensor:
@@ -369,14 +350,27 @@ def _node_position(scores: Tensor, n_bins: int, descending: bool) -> Tensor:
     return position.add_(half).clamp_(0, n_bins)
 
 
-def _add_kind(slot: Tensor, ranges: Tensor, first_column: int, size: int) -> None:
-    """Add 0 for a positive, `size` for a negative, 2 `size` for a hidden pair."""
-    start, stop, hidden_start, hidden_stop = (ranges - first_column)[:, :, None].unbind(1)
-    # Most columns are negatives of every row: only those that may be something else are compared.
-    reach = torch.stack([torch.minimum(start, hidden_start).min(), torch.maximum(stop, hidden_stop).max()])
-    left, right = reach.clamp(0, slot.shape[1]).tolist()
-    slot += size
-    column = torch.arange(left, right, device=slot.device)
-    is_positive = (column >= start) & (column < stop)
+# Columns up to which all are compared with the ranges, in place of finding those that may be something else first.
+MAX_COMPARED = 512
+
+
+def _add_table(slot: Tensor, ranges: Tensor, first_column: int, size: int, n_tables: int) -> None:
+    """Add where the table of each pair begins: 0 for a positive, `size` for a negative, 2 `size` for a hidden pair.
+
+    With several tables, three of them for each row.
+    """
+    start, stop, hidden_start, hidden_stop = ranges[:, :, None].unbind(1)
+    left, right = 0, slot.shape[1]
+    if right > MAX_COMPARED:
+        reach = torch.stack(
+            [torch.minimum(start, hidden_start).min(), torch.maximum(stop, hidden_stop).max()]
+        )
+        left, right = (reach - first_column).clamp(0, right).tolist()
+    column = torch.arange(first_column + left, first_column + right, device=slot.device)
     is_hidden = (column >= hidden_start) & (column < hidden_stop)
-    slot[:, left:right] += size * (is_hidden.to(torch.int64) - (is_positive & ~is_hidden).to(torch.int64))
+    is_positive = ((column >= start) & (column < stop)).masked_fill_(is_hidden, False)
+    if n_tables > 1:
+        slot += torch.arange(size, 3 * size * n_tables, 3 * size, device=slot.device)[:, None]
+    else:
+        slot += size
+    slot[:, left:right].add_(is_hidden, alpha=size).add_(is_positive, alpha=-size)

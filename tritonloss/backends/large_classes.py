@@ -3,10 +3,13 @@
 Two algorithms with the block functions of the backends, `soft_rank_forward` and `soft_rank_backward`: `OnGrid` for the
 sigmoid, `Sorted` for the one-side Huber. `choose` says which of them pays for a block, if either.
 
+TRITONLOSS_LARGE_CLASSES=0 leaves both out: the direct loop then serves every class.
+
 Shapes: a block of scores is [rows, N] in units of the temperature, as for the direct loops.
 """
 
 import math
+import os
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -15,6 +18,8 @@ import torch
 from torch import Tensor
 
 from tritonloss.layout import Positives
+
+ENVIRONMENT_VARIABLE = "TRITONLOSS_LARGE_CLASSES"
 
 # --- the grid ---
 
@@ -70,13 +75,16 @@ def _largest_ratio(order: int) -> float:
 
 
 @cache
-def _polynomials(points: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _polynomials(points: int, dtype: torch.dtype, pinned: bool) -> Tensor:
     """[power, node]: the coefficients of the polynomial that is 1 at one node of the stencil and 0 at the others.
 
-    The argument is the place between the two middle nodes, -1/2 .. 1/2.
+    The argument is the place between the two middle nodes, -1/2 .. 1/2. The tensor is on the host: what is kept on a
+    device could lie in the memory of a CUDA graph, whose replay overwrites it. From pinned memory a graph can copy it.
     """
-    node = torch.arange(points, dtype=torch.float64) - (points - 1) / 2
-    return torch.linalg.inv(torch.vander(node, increasing=True)).to(device, dtype)  # type: ignore[no-any-return]
+    with torch.inference_mode(False):
+        node = torch.arange(points, dtype=torch.float64, device="cpu") - (points - 1) / 2
+        inverse: Tensor = torch.linalg.inv(torch.vander(node, increasing=True)).to(dtype)
+        return inverse.pin_memory() if pinned else inverse
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,8 @@ class Grid:
         return (values >= low) & (values < high)
 
     def polynomials(self, like: Tensor) -> Tensor:
-        return _polynomials(self.stencil.points, like.dtype, like.device)
+        matrix = _polynomials(self.stencil.points, like.dtype, like.device.type == "cuda")
+        return matrix.to(like.device, non_blocking=True)
 
     def surrogate(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """g and g' of node a, counted from the last, less node b: [nodes, nodes] each.
@@ -172,8 +181,15 @@ def sorting_pays(n_keys: int, width: int, kind: str) -> bool:
     return cost.ordered * n_keys + cost.looked_up * width < cost.pair * n_keys * width
 
 
+def enabled() -> bool:
+    """Whether the algorithms may serve at all: not with TRITONLOSS_LARGE_CLASSES=0."""
+    return os.environ.get(ENVIRONMENT_VARIABLE, "1") != "0"
+
+
 def may_pay(n_keys: int, width: int, surrogate: str, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether either algorithm could cost less than the direct loop, for some range of the scores."""
+    """Whether either algorithm may serve and could cost less than the direct loop, for some range of the scores."""
+    if not enabled():
+        return False
     kind = "cuda" if device.type == "cuda" else "cpu"
     if surrogate == "one_side_huber":
         return sorting_pays(n_keys, width, kind)
@@ -204,12 +220,12 @@ def choose(
 
 
 class _OneClass:
-    """The pairs of a block whose rows all have the columns start .. stop - 1 for positives: all is slices."""
+    """The columns of a block whose rows all have the columns start .. stop - 1 for positives: all is slices."""
 
     used = None  # every slot of the rectangle [rows, width] holds a pair
 
-    def __init__(self, start: int, stop: int, first_pair: int) -> None:
-        self.start, self.stop, self.first_pair = start, stop, first_pair
+    def __init__(self, start: int, stop: int) -> None:
+        self.start, self.stop = start, stop
 
     def positives_of(self, matrix: Tensor) -> Tensor:
         """[rows, width], of a matrix [rows, N]."""
@@ -222,16 +238,13 @@ class _OneClass:
         parts = matrix[:, : self.start], matrix[:, self.stop :]
         return [(part, None) for part in parts if part.shape[1]]
 
-    def _pairs(self, flat: Tensor, rows: int) -> Tensor:
-        width = self.stop - self.start
-        return flat[self.first_pair : self.first_pair + rows * width].view(rows, width)
+    def read(self, rectangle: Tensor) -> Tensor:
+        """The rectangle [rows, width], 0 in a slot without a pair."""
+        return rectangle[:, : self.stop - self.start]
 
-    def read(self, flat: Tensor, rows: int) -> Tensor:
-        """The entries [rows, width] of the flat tensor [M]; 0 in a slot without a pair."""
-        return self._pairs(flat, rows)
-
-    def write(self, flat: Tensor, rectangle: Tensor) -> None:
-        self._pairs(flat, rectangle.shape[0]).copy_(rectangle)
+    def write(self, rectangle: Tensor, values: Tensor) -> None:
+        """Into the rectangle [rows, width] of a block function."""
+        rectangle[:, : self.stop - self.start] = values
 
     def write_own(self, matrix: Tensor, rectangle: Tensor) -> None:
         """Into the columns of the positives of a matrix [rows, N]."""
@@ -239,47 +252,33 @@ class _OneClass:
 
 
 class _AnyClasses:
-    """The pairs of any block, with the methods of `_OneClass`, and without a host sync.
+    """The columns of any block, with the methods of `_OneClass`, and without a host sync."""
 
-    A slot past the positives of its row stands for the first pair of the row with the most, which is written twice
-    with the same number. In a block without any pair, which only a padded layout has, it stands for the last entry of
-    the flat tensors, which is padding there and stays 0.
-    """
-
-    def __init__(self, positives: Positives, width: int, n_keys: int, n_pairs: int) -> None:
-        slot = torch.arange(width, device=positives.start.device)
-        self.used = slot < positives.count[:, None]
-        self.columns = (positives.start[:, None] + slot).clamp_(max=n_keys - 1)
-        self.place = torch.arange(n_keys, device=slot.device) - positives.start[:, None]
+    def __init__(self, positives: Positives) -> None:
+        self.positives, self.used = positives, positives.is_pair
+        self.place = torch.arange(positives.n_keys, device=positives.start.device) - positives.start[:, None]
         self.is_own = (self.place >= 0) & (self.place < positives.count[:, None])
-        self.fullest = positives.count.argmax()
-        self.has_pair = positives.count[self.fullest] > 0
-        spare = torch.where(self.has_pair, positives.offset[self.fullest], n_pairs - 1)
-        self.flat = torch.where(self.used, positives.offset[:, None] + slot, spare)
 
     def positives_of(self, matrix: Tensor) -> Tensor:
-        return matrix.gather(1, self.columns)
+        return matrix.gather(1, self.positives.columns)
 
     def negatives_of(self, matrix: Tensor) -> list[tuple[Tensor, Tensor | None]]:
         return [(matrix, ~self.is_own)]
 
-    def read(self, flat: Tensor, rows: int) -> Tensor:
-        return torch.where(self.used, flat[self.flat], 0)
+    def read(self, rectangle: Tensor) -> Tensor:
+        return self.positives.only_pairs(rectangle)
 
-    def write(self, flat: Tensor, rectangle: Tensor) -> None:
-        spare = torch.where(self.has_pair, rectangle[self.fullest, 0], 0)
-        flat.index_put_((self.flat,), torch.where(self.used, rectangle, spare).to(flat.dtype))
+    def write(self, rectangle: Tensor, values: Tensor) -> None:
+        rectangle.copy_(values)
 
     def write_own(self, matrix: Tensor, rectangle: Tensor) -> None:
         own = rectangle.gather(1, self.place.clamp(0, rectangle.shape[1] - 1))
         matrix.copy_(torch.where(self.is_own, own, matrix))
 
 
-def _pairs_of(
-    module: ModuleType, positives: Positives, width: int, n_keys: int, n_pairs: int
-) -> _OneClass | _AnyClasses:
+def _pairs_of(module: ModuleType, positives: Positives) -> _OneClass | _AnyClasses:
     one = module.one_class(positives)
-    return _OneClass(*one) if one else _AnyClasses(positives, width, n_keys, n_pairs)
+    return _OneClass(*one) if one else _AnyClasses(positives)
 
 
 def _nan_where(spoiled: Tensor, like: Tensor) -> Tensor:
@@ -320,7 +319,7 @@ class OnGrid:
         positive_slopes: Tensor | None = None,
     ) -> None:
         """As the block function of this name."""
-        pairs = _pairs_of(self.module, positives, self.width, scores.shape[1], ranks.numel())
+        pairs = _pairs_of(self.module, positives)
         positive = pairs.positives_of(scores)
         pairs.write(positive_scores, positive)
         kernels = self.grid.surrogate(scores)[: 1 if slopes is None else 2]
@@ -343,15 +342,14 @@ class OnGrid:
         slopes: Tensor,
         positive_scores: Tensor,
         grad_ranks: Tensor,
-        grad_positive_scores: Tensor,
+        grad_positive_scores: Tensor | None,
         grad_scores: Tensor,
         positive_slopes: Tensor | None = None,
         grad_positive_ranks: Tensor | None = None,
     ) -> None:
         """As the block function of this name."""
-        pairs = _pairs_of(self.module, positives, self.width, scores.shape[1], slopes.numel())
-        n_rows = scores.shape[0]
-        positive, weight = pairs.read(positive_scores, n_rows), pairs.read(grad_ranks, n_rows)
+        pairs = _pairs_of(self.module, positives)
+        positive, weight = pairs.read(positive_scores), pairs.read(grad_ranks)
         kernel = self.grid.surrogate(scores)[1]
         nodes = self._spread(positive, pairs.used, weight) @ kernel
         parts = zip(pairs.negatives_of(scores), pairs.negatives_of(grad_scores), strict=True)
@@ -359,11 +357,13 @@ class OnGrid:
             grad.copy_(self._read(nodes, negative))
             if not self.grid.all_inside:
                 grad.masked_fill_(negative == -torch.inf, 0)
-        own = pairs.read(grad_positive_scores, n_rows) - weight * pairs.read(slopes, n_rows)
+        own = -weight * pairs.read(slopes)
+        if grad_positive_scores is not None:
+            own += pairs.read(grad_positive_scores)
         if positive_slopes is not None and grad_positive_ranks is not None:
-            weight = pairs.read(grad_positive_ranks, n_rows)
+            weight = pairs.read(grad_positive_ranks)
             nodes = self._spread(positive, pairs.used, weight) @ kernel
-            own += self._read(nodes, positive) - weight * (0.25 + pairs.read(positive_slopes, n_rows))
+            own += self._read(nodes, positive) - weight * (0.25 + pairs.read(positive_slopes))
         pairs.write_own(grad_scores, own)
 
     def _spread(self, values: Tensor, used: Tensor | None, weights: Tensor | None = None) -> Tensor:
@@ -460,7 +460,7 @@ class Sorted:
         positive_slopes: Tensor | None = None,
     ) -> None:
         """As the block function of this name."""
-        pairs = _pairs_of(self.module, positives, self.width, scores.shape[1], ranks.numel())
+        pairs = _pairs_of(self.module, positives)
         positive = pairs.positives_of(scores).contiguous()
         pairs.write(positive_scores, positive)
         parts = [_only(part, used) for part, used in pairs.negatives_of(scores)]
@@ -483,21 +483,22 @@ class Sorted:
         slopes: Tensor,
         positive_scores: Tensor,
         grad_ranks: Tensor,
-        grad_positive_scores: Tensor,
+        grad_positive_scores: Tensor | None,
         grad_scores: Tensor,
         positive_slopes: Tensor | None = None,
         grad_positive_ranks: Tensor | None = None,
     ) -> None:
         """As the block function of this name."""
-        pairs = _pairs_of(self.module, positives, self.width, scores.shape[1], slopes.numel())
-        n_rows = scores.shape[0]
-        positive, weight = pairs.read(positive_scores, n_rows), pairs.read(grad_ranks, n_rows)
+        pairs = _pairs_of(self.module, positives)
+        positive, weight = pairs.read(positive_scores), pairs.read(grad_ranks)
         # A slot without a positive has no weight: anywhere will do.
         grad_scores.copy_(_huber_slopes(scores, positive, weight))
-        own = pairs.read(grad_positive_scores, n_rows) - weight * pairs.read(slopes, n_rows)
+        own = -weight * pairs.read(slopes)
+        if grad_positive_scores is not None:
+            own += pairs.read(grad_positive_scores)
         if positive_slopes is not None and grad_positive_ranks is not None:
-            weight = pairs.read(grad_positive_ranks, n_rows)
-            own = own - weight * (2 + pairs.read(positive_slopes, n_rows))
+            weight = pairs.read(grad_positive_ranks)
+            own = own - weight * (2 + pairs.read(positive_slopes))
             own += _huber_slopes(positive, positive, weight)
         pairs.write_own(grad_scores, own.to(scores.dtype))
 

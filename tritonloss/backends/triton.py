@@ -1,7 +1,9 @@
 """The block functions as launches of the kernels in `tritonloss.kernels`."""
 
 import contextlib
-from functools import cache
+import math
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +12,8 @@ from torch import Tensor
 
 from tritonloss.backends import tuning
 from tritonloss.backends.large_classes import Grid, fixed_point_unit, grid_of_limit
-from tritonloss.kernels import proxy_logsumexp, soft_histogram, soft_rank, soft_rank_grid
+from tritonloss.kernels import proxy_logsumexp, rank_counts, soft_histogram, soft_rank, soft_rank_grid
+from tritonloss.kernels import self_check as check
 from tritonloss.layout import Positives
 
 KERNELS = {
@@ -22,6 +25,7 @@ KERNELS = {
     "soft_histogram_backward": soft_histogram.soft_histogram_backward,
     "soft_rank_spread": soft_rank_grid.soft_rank_spread,
     "soft_rank_read": soft_rank_grid.soft_rank_read,
+    "rank_counts": rank_counts.rank_counts,
 }
 # CUDA's limit for all axes of a grid but the first, as a power of two.
 MAX_GRID_AXIS = 1 << 15
@@ -29,20 +33,110 @@ MAX_GRID_AXIS = 1 << 15
 INTERPRETED = not isinstance(soft_rank.soft_rank_forward, triton.runtime.JITFunction)
 
 
-@cache
-def _autotuner(name: str) -> Any:
-    return tuning.autotuner(triton, KERNELS[name], name)
+_tuning = threading.Lock()
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _launch(name: str, grid: Any, arguments: dict[str, Any], device: torch.device) -> None:
-    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with on_device:
-        block_p = arguments.get("BLOCK_P", 1)
-        choices = tuning.configurations(name, block_p, arguments["scores"].element_size())
-        if len(choices) > 1 and tuning.tuning_enabled() and not INTERPRETED:
-            _autotuner(name)[grid](**arguments)
-        else:
-            KERNELS[name][grid](**arguments, **choices[0])
+    with _on(device):
+        _launch_with(_configuration(name, grid, arguments, device), name, grid, arguments)
+
+
+def _launch_with(config: dict[str, int], name: str, grid: Any, arguments: dict[str, Any]) -> None:
+    _tried_twice(lambda: KERNELS[name][grid](**arguments, **config))
+
+
+def _tried_twice(launch: Callable[[], Any]) -> None:
+    """Launch; once more after an error of Triton's cache: another process may have been writing the same file.
+
+    Such an error comes from building a kernel: nothing has run. Raises RuntimeError if it comes again.
+    """
+    try:
+        launch()
+    except OSError:
+        try:
+            launch()
+        except OSError as error:
+            raise RuntimeError(
+                f"Triton could not build a kernel ({type(error).__name__}: {error}): set TRITON_CACHE_DIR to a folder "
+                "that this process can write, on a local disk, or TRITONLOSS_BACKEND=eager to do without Triton"
+            ) from error
+
+
+def _configuration(name: str, grid: Any, arguments: dict[str, Any], device: torch.device) -> dict[str, int]:
+    """How to launch a kernel: by the table of the device, by timing where that is allowed, or by the static model."""
+    block_p, itemsize = arguments.get("BLOCK_P", 1), arguments["scores"].element_size()
+    choices = tuning.configurations(name, block_p, itemsize)
+    if len(choices) == 1 or INTERPRETED:
+        return choices[0]
+    gpu = tuning.gpu(device)
+    key = tuning.key(name, arguments, itemsize)
+    found = tuning.known(gpu.name, key, choices)
+    if found is None and tuning.may_time(gpu.name) and not _is_capturing(device):
+        with _tuning:
+            found = tuning.known(gpu.name, key, choices) or _fastest(name, grid, arguments, choices)
+            tuning.keep(gpu.name, key, found)
+    if found is not None:
+        return found
+    programs = math.prod(grid) if isinstance(grid, tuple) else None
+    return tuning.static_choice(name, choices, arguments["n_bucket"], block_p, programs, gpu.multiprocessors)
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _fastest(
+    name: str, grid: Any, arguments: dict[str, Any], choices: list[dict[str, int]]
+) -> dict[str, int]:
+    """The configuration with the smallest median time of its launch with these arguments."""
+
+    def milliseconds(config: dict[str, int]) -> float:
+        try:
+            _launch_with(config, name, grid, arguments)
+            return float(
+                triton.testing.do_bench(
+                    lambda: KERNELS[name][grid](**arguments, **config), return_mode="median"
+                )
+            )
+        except (triton.runtime.errors.OutOfResources, torch.OutOfMemoryError):
+            return math.inf  # it does not fit this device
+
+    best = min(choices, key=milliseconds)
+    for accumulated in tuning.ACCUMULATED & arguments.keys():
+        arguments[accumulated].zero_()
+    return best
+
+
+# Scores of the self-check, and what its sums may err by, relative: a reciprocal and an exponential of 2^-22 each, and
+# 64 roundings at most of a sum.
+CHECKED_SCORES = 64
+CHECKED_ERROR = 1e-5
+
+
+def self_check(device: torch.device) -> str | None:
+    """Why kernels cannot be used on `device`; None if a small one runs there and its numbers are right.
+
+    It waits for the device. Whatever is raised is the answer, not an error.
+    """
+    scores = torch.linspace(-20, 20, CHECKED_SCORES)
+    exact = torch.sigmoid(scores.double() - scores.double()[:, None]).sum(1)
+    fast_math = torch.version.hip is None and not INTERPRETED
+    try:
+        with _on(device):
+            on_device = scores.to(device)
+            sums = torch.full_like(on_device, torch.nan)
+            kernel = check.sums_of_sigmoids[(CHECKED_SCORES,)]
+            _tried_twice(lambda: kernel(on_device, sums, SIZE=CHECKED_SCORES, FAST_MATH=fast_math))
+            error = float((sums.cpu() / exact - 1).abs().max())
+    except Exception as raised:
+        return f"the first kernel failed on {device} ({type(raised).__name__}: {raised})"
+    if error <= CHECKED_ERROR:
+        return None
+    return f"the first kernel computed wrong numbers on {device} (relative error {error:.1e})"
 
 
 def _stride_units(matrix: Tensor) -> int:
@@ -79,7 +173,7 @@ def soft_rank_forward(
     positive_ranks: Tensor | None = None,
     positive_slopes: Tensor | None = None,
 ) -> None:
-    """Write rank, slope (if `slopes` is given) and score of every pair of the block into the flat tensors [M].
+    """Write rank, slope (if `slopes` is given) and score of every pair of the block, rectangles [rows, width].
 
     With `positive_ranks` also the rank among the other positives, and its slope (if `positive_slopes` is given).
     """
@@ -95,8 +189,8 @@ def soft_rank_forward(
         "WITH_SLOPES": slopes is not None,
         "WITH_POSITIVES": positive_ranks is not None,
     }
-    tiles = triton.cdiv(positives.width, block_p)
-    grid = (len(scores), min(tiles, MAX_GRID_AXIS), triton.cdiv(tiles, MAX_GRID_AXIS))
+    tiles = -(-positives.width // block_p)
+    grid = (scores.shape[0], min(tiles, MAX_GRID_AXIS), -(-tiles // MAX_GRID_AXIS))
     _launch("soft_rank_forward", grid, arguments, scores.device)
 
 
@@ -107,15 +201,17 @@ def soft_rank_backward(
     slopes: Tensor,
     positive_scores: Tensor,
     grad_ranks: Tensor,
-    grad_positive_scores: Tensor,
+    grad_positive_scores: Tensor | None,
     grad_scores: Tensor,
     positive_slopes: Tensor | None = None,
     grad_positive_ranks: Tensor | None = None,
 ) -> None:
     """Write the gradient of the block's scores into `grad_scores` [rows, N].
 
-    positive_slopes and grad_positive_ranks: of the ranks among the positives, both or neither.
+    grad_positive_scores: None for 0. positive_slopes and grad_positive_ranks: both or neither.
     """
+    if grad_positive_scores is None:
+        grad_positive_scores = torch.zeros_like(grad_ranks)
     block_p = tuning.positives_per_tile(positives.width)
     arguments = {
         **_common(scores, positives, surrogate),

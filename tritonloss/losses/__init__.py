@@ -1,4 +1,4 @@
-"""One file a loss: its stateless function and its module."""
+"""One file per loss: its stateless function and its module."""
 
 from tritonloss.losses.base import BaseMetricLossFunction, PerQueryLoss
 from tritonloss.losses.base_proxy import BaseProxyLoss
@@ -6,6 +6,7 @@ from tritonloss.losses.fastap import FastAPLoss
 from tritonloss.losses.histogram import HistogramLoss
 from tritonloss.losses.pnp import PNPLoss
 from tritonloss.losses.proxy_anchor import ProxyAnchorLoss
+from tritonloss.losses.ranking import RankingLoss
 from tritonloss.losses.semi_variance import SemiVarianceRegularizer
 from tritonloss.losses.smoothap import SmoothAPLoss
 from tritonloss.losses.soprc import SOPRCLoss
@@ -18,6 +19,7 @@ __all__ = [
     "PNPLoss",
     "PerQueryLoss",
     "ProxyAnchorLoss",
+    "RankingLoss",
     "SOPRCLoss",
     "SemiVarianceRegularizer",
     "SmoothAPLoss",

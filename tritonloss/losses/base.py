@@ -1,8 +1,9 @@
 """What every loss shares: validation, options, named terms, and the dtype rules."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from numbers import Integral, Real
-from typing import Any, get_args
+from typing import Any, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,18 @@ from tritonloss.reducers import MeanReducer, reduce_terms
 from tritonloss.regularizers import apply_regularizer
 from tritonloss.types import IndicesTuple, LossDict, PairIndices, TripletIndices, accumulation_dtype, upcast
 
+_AS_IT_IS = nullcontext()
 # torch has no promotion from the floating dtypes of 8 bits and below.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class LossOptions(TypedDict, total=False):
+    """The options of `BaseMetricLossFunction`."""
+
+    distance: Distance | None
+    reducer: Callable[..., Tensor] | None
+    embedding_regularizer: Callable[[Tensor], Tensor] | None
+    embedding_reg_weight: float
 
 
 class BaseMetricLossFunction(nn.Module):
@@ -160,6 +171,25 @@ class PerQueryLoss(BaseMetricLossFunction):
         """The value of each row [N], 0 where it is no query, and whether it is one [N] bool."""
         raise NotImplementedError(f"{type(self).__name__} must define per_query")
 
+    def mean(
+        self, embeddings: Tensor, labels: Tensor, indices_tuple: PairIndices | TripletIndices | None
+    ) -> Tensor:
+        """The mean over the queries, 0 without any; a subclass may know a shorter way to it."""
+        return mean_of_queries(*self.per_query(embeddings, labels, indices_tuple))
+
+    def mean_loss(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: PairIndices | TripletIndices | None,
+        ref_emb: Tensor | None,
+        ref_labels: Tensor | None,
+    ) -> Tensor:
+        """`mean` of the arguments of a call."""
+        name = type(self).__name__
+        refuse(name, ref_emb=ref_emb, ref_labels=ref_labels)
+        return self.mean(embeddings, require_labels(name, labels), indices_tuple)
+
     def compute_loss(
         self,
         embeddings: Tensor,
@@ -186,11 +216,8 @@ class PerQueryLoss(BaseMetricLossFunction):
         if type(self.reducer) is not MeanReducer:
             return super().reduced_objective(embeddings, labels, indices_tuple, ref_emb, ref_labels)
         indices = check_arguments(embeddings, labels, indices_tuple, ref_emb, ref_labels)
-        refuse(type(self).__name__, ref_emb=ref_emb, ref_labels=ref_labels)
         with full_precision(embeddings):
-            return mean_of_queries(
-                *self.per_query(embeddings, require_labels(type(self).__name__, labels), indices)
-            )
+            return self.mean_loss(embeddings, labels, indices, ref_emb, ref_labels)
 
 
 def check_arguments(
@@ -229,9 +256,9 @@ def check_labels(labels: Any, embeddings: Tensor, name: str) -> None:
         raise TypeError(f"{name} must be a tensor, got {type(labels).__name__}")
     if labels.is_floating_point() or labels.is_complex():
         raise TypeError(f"{name} must be of an integer dtype or bool, got {labels.dtype}")
-    if labels.ndim != 1 or len(labels) != len(embeddings):
+    if labels.ndim != 1 or labels.shape[0] != embeddings.shape[0]:
         raise ValueError(
-            f"{name} must have shape [{len(embeddings)}], one label a row of embeddings, got {list(labels.shape)}"
+            f"{name} must have shape [{embeddings.shape[0]}], one label a row of embeddings, got {list(labels.shape)}"
         )
     if labels.device != embeddings.device:
         raise ValueError(f"{name} must be on {embeddings.device} like the embeddings, got {labels.device}")
@@ -266,6 +293,14 @@ def check_numbers(**options: Any) -> None:
             raise ValueError(f"{name} is {value}: expected a number")
 
 
+def check_positive(**options: Any) -> None:
+    """Each option is a number above 0, or an error that names it."""
+    check_numbers(**options)
+    for name, value in options.items():
+        if not value > 0:
+            raise ValueError(f"{name} is {value}: expected a number above 0")
+
+
 def check_count(name: str, value: Any) -> None:
     """An int, NumPy's included, of at least 1, or an error that names the option."""
     if isinstance(value, bool) or not isinstance(value, Integral):
@@ -287,9 +322,10 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
         raise ValueError(f"{name} is {value!r}: expected one of {', '.join(map(str, get_args(choices)))}")
 
 
-def full_precision(embeddings: Tensor) -> torch.autocast:
+def full_precision(embeddings: Tensor) -> AbstractContextManager[Any]:
     """Autocast off on the device of the embeddings."""
-    return torch.autocast(embeddings.device.type, enabled=False)
+    kind = embeddings.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IT_IS
 
 
 def output_dtype(embeddings: Tensor) -> torch.dtype:

@@ -1,6 +1,7 @@
 """Histogram loss: the probability that a random negative pair is more similar than a random positive pair."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +15,14 @@ from tritonloss.layout import ClassLayout
 from tritonloss.losses.base import (
     BaseMetricLossFunction,
     check_bounds,
+    check_count,
     check_embeddings,
     check_labels,
     full_precision,
     output_dtype,
     refuse,
-    unit_rows,
 )
-from tritonloss.ops import SoftHistograms, distance_histogram, pair_histogram, running_sum, soft_histogram
+from tritonloss.ops import Counting, histogram_total, of_histograms, pair_histogram, running_sum
 from tritonloss.types import IndicesTuple, LossDict, PairIndices, TripletIndices, upcast
 
 
@@ -146,10 +147,7 @@ class HistogramLoss(BaseMetricLossFunction):
 
 
 def check_num_bins(num_bins: Any) -> None:
-    if isinstance(num_bins, bool) or not isinstance(num_bins, int):
-        raise TypeError(f"num_bins must be an int, got {type(num_bins).__name__}")
-    if num_bins < 1:
-        raise ValueError(f"num_bins is {num_bins}: expected at least 1")
+    check_count("num_bins", num_bins)
 
 
 def overlap(
@@ -164,60 +162,56 @@ def overlap(
     """The loss, in float32 or float64; `loss` is its name for errors."""
     if indices is None and labels is None:
         raise ValueError(f"{loss}: labels or an indices_tuple is required, got None for both")
-    rows = upcast(embeddings)
     pairs = None if indices is None else distinct_pairs(indices, embeddings.shape[0])
     if selected_backend() == "reference":
+        rows = upcast(embeddings)
         return reference.histogram(rows, labels, num_bins=num_bins, pairs=pairs, distance=distance)
-    if pairs is None:
-        assert labels is not None
-        histograms, n_positives, n_negatives = _of_labels(rows, labels, num_bins, distance, memory_budget)
-    else:
-        histograms, n_positives, n_negatives = _of_pairs(rows, pairs, num_bins, distance, memory_budget)
-    positives = histograms.positives / n_positives.clamp(min=1)
-    negatives = histograms.negatives / n_negatives.clamp(min=1)
-    return (negatives * running_sum(positives)).sum().to(rows.dtype)
-
-
-def _of_labels(
-    rows: Tensor, labels: Tensor, num_bins: int, distance: Distance, memory_budget: int | None
-) -> tuple[SoftHistograms, Tensor, Tensor]:
-    """The histograms and the numbers of pairs. A lone row comes last and is no query, so that the pairs of a query with
-    the rows behind it are those that count.
-    """
+    cosine = is_cosine(distance)
+    if pairs is not None:
+        left, right = torch.cat(pairs, 1)
+        histograms = pair_histogram(
+            embeddings,
+            left,
+            right,
+            pairs[0].shape[1],
+            num_bins,
+            distance=None if cosine else distance,
+            normalize=cosine,
+            memory_budget=memory_budget,
+        )
+        n_pairs = torch.tensor([part.shape[1] for part in pairs], device=embeddings.device)
+        return of_histograms(torch.stack(histograms), partial(overlap_of, n_pairs), embeddings)
+    assert labels is not None
+    # A lone row comes last and is no query, so that the pairs of a query with the rows behind it are those that count.
     layout = ClassLayout.from_labels(labels).lone_rows_last()
     count = layout.query_count
-    if is_cosine(distance):
-        rows = layout.sort(unit_rows(rows))
-        histograms = soft_histogram(rows, rows, layout.start, count, num_bins, memory_budget=memory_budget)
-    else:
-        histograms = distance_histogram(
-            layout.sort(rows), distance, layout.start, count, num_bins, memory_budget=memory_budget
-        )
     n, n_queries = count.shape[0], (count > 0).sum()
     n_positives = (count.sum() - n_queries) // 2
-    return histograms, n_positives, n_queries * (2 * n - 1 - n_queries) // 2 - n_positives
-
-
-def _of_pairs(
-    rows: Tensor,
-    pairs: tuple[Tensor, Tensor],
-    num_bins: int,
-    distance: Distance,
-    memory_budget: int | None,
-) -> tuple[SoftHistograms, Tensor, Tensor]:
-    n_positives, n_negatives = (part.shape[1] for part in pairs)
-    left, right = torch.cat(pairs, 1)
-    cosine = is_cosine(distance)
-    histograms = pair_histogram(
-        unit_rows(rows) if cosine else rows,
-        left,
-        right,
-        n_positives,
+    n_pairs = torch.stack([n_positives, n_queries * (2 * n - 1 - n_queries) // 2 - n_positives])
+    counting = Counting(
         num_bins,
-        distance=None if cosine else distance,
         memory_budget=memory_budget,
+        normalize=cosine,
+        order=layout.order,
+        distance=None if cosine else distance,
     )
-    return histograms, torch.tensor(n_positives), torch.tensor(n_negatives)
+    return histogram_total(embeddings, layout.start, count, partial(overlap_of, n_pairs), counting)
+
+
+def overlap_of(n_pairs: Tensor, histograms: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+    """sum over r of p-_r (p+_0 + ... + p+_r), and its derivative by the histograms [2, bins + 1], positives first.
+
+    n_pairs: [2], the numbers of positive and of negative pairs, by which the histograms are divided.
+    """
+    scale = 1 / n_pairs.clamp(min=1).to(histograms.dtype)[:, None]
+    positives, negatives = histograms * scale
+    below = running_sum(positives)
+
+    def derivative() -> Tensor:
+        above = running_sum(negatives.flip(0)).flip(0)
+        return torch.stack([above, below]) * scale
+
+    return torch.dot(negatives, below), derivative
 
 
 def distinct_pairs(indices: PairIndices | TripletIndices, n: int) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,17 @@ from torch import Tensor, nn
 
 from tritonloss import reference
 from tritonloss.backends import selected_backend
-from tritonloss.distances import CosineSimilarity, Distance, check_distance, is_cosine, is_dot_product
-from tritonloss.indices import miner_weights
+from tritonloss.distances import (
+    CosineSimilarity,
+    Distance,
+    DotProductSimilarity,
+    check_distance,
+    is_cosine,
+    is_dot_product,
+)
+from tritonloss.indices import weights_of_rows
 from tritonloss.losses.base import (
+    check_arguments,
     check_bounds,
     check_count,
     check_embeddings,
@@ -20,12 +28,18 @@ from tritonloss.losses.base import (
     output_dtype,
     refuse,
     require_labels,
-    unit_rows,
 )
 from tritonloss.losses.base_proxy import BaseProxyLoss, match_proxies
-from tritonloss.ops import class_labels, proxy_logsumexp
+from tritonloss.ops import Repulsion, class_labels, proxy_sums, proxy_total
 from tritonloss.reducers import DivisorReducer
-from tritonloss.types import LossDict, PairIndices, TripletIndices, accumulation_dtype, upcast
+from tritonloss.types import (
+    IndicesTuple,
+    LossDict,
+    PairIndices,
+    TripletIndices,
+    accumulation_dtype,
+    upcast,
+)
 
 
 def proxy_anchor_loss(
@@ -88,11 +102,9 @@ def proxy_anchor_loss(
     check_bounds(memory_budget=memory_budget)
     distance = CosineSimilarity() if distance is None else check_distance(distance)
     rows = match_proxies(embeddings, proxies)
+    repulsion = repulsion_of(margin, alpha, distance, memory_budget)
     with full_precision(embeddings):
-        positive, negative, n_present = proxy_anchor_sums(
-            rows, labels, proxies, weights, margin, alpha, distance, check_label_range, memory_budget
-        )
-        loss = positive.sum() / n_present.clamp(min=1) + negative.mean()
+        loss = mean_over_proxies(rows, labels, proxies, weights, repulsion, check_label_range)
     return loss.to(output_dtype(embeddings))
 
 
@@ -165,32 +177,46 @@ class ProxyAnchorLoss(BaseProxyLoss):
         ref_emb: Tensor | None,
         ref_labels: Tensor | None,
     ) -> LossDict:
-        labels = require_labels("ProxyAnchorLoss", labels)
-        refuse("ProxyAnchorLoss", ref_emb=ref_emb, ref_labels=ref_labels)
-        weights = None
-        if indices_tuple is not None:
-            weights = miner_weights(
-                indices_tuple,
-                embeddings.shape[0],
-                dtype=accumulation_dtype(embeddings.dtype),
-                device=embeddings.device,
-            )
         positive, negative, n_present = proxy_anchor_sums(
-            embeddings,
-            labels,
-            self.weight,
-            weights,
-            self.margin,
-            self.alpha,
-            self.distance,
-            self.check_label_range,
-            self.memory_budget,
+            embeddings, *self._arguments(embeddings, labels, indices_tuple, ref_emb, ref_labels)
         )
         proxy = torch.arange(self.num_classes, device=embeddings.device)
         return {
             "pos_loss": {"losses": positive, "indices": proxy, "divisor": n_present},
             "neg_loss": {"losses": negative, "indices": proxy, "divisor": self.num_classes},
         }
+
+    def reduced_objective(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None = None,
+        indices_tuple: IndicesTuple | None = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> Tensor:
+        if type(self.reducer) is not DivisorReducer:
+            return super().reduced_objective(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+        check_embeddings(embeddings, "embeddings")
+        embeddings = match_proxies(embeddings, self.weight)
+        indices = check_arguments(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+        with full_precision(embeddings):
+            arguments = self._arguments(embeddings, labels, indices, ref_emb, ref_labels)
+            return mean_over_proxies(embeddings, *arguments)
+
+    def _arguments(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices: PairIndices | TripletIndices | None,
+        ref_emb: Tensor | None,
+        ref_labels: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Repulsion, bool]:
+        """What `proxy_anchor_sums` takes after the embeddings."""
+        labels = require_labels("ProxyAnchorLoss", labels)
+        refuse("ProxyAnchorLoss", ref_emb=ref_emb, ref_labels=ref_labels)
+        weights = None if indices is None else weights_of_rows(indices, embeddings)
+        repulsion = repulsion_of(self.margin, self.alpha, self.distance, self.memory_budget)
+        return labels, self.weight, weights, repulsion, self.check_label_range
 
     def extra_repr(self) -> str:
         num_classes, embedding_size = self.weight.shape
@@ -205,45 +231,59 @@ class ProxyAnchorSums(NamedTuple):
     n_present: Tensor
 
 
+def repulsion_of(margin: float, alpha: float, distance: Distance, memory_budget: int | None) -> Repulsion:
+    """The options of the primitive: cosine and dot product are products of rows."""
+    cosine = is_cosine(distance)
+    called = None if cosine or is_dot_product(distance) else distance
+    return Repulsion(alpha, margin, cosine, cosine, called, memory_budget)
+
+
 def proxy_anchor_sums(
     embeddings: Tensor,
     labels: Tensor,
     proxies: Tensor,
     weights: Tensor | None,
-    margin: float,
-    alpha: float,
-    distance: Distance,
+    repulsion: Repulsion,
     check_label_range: bool,
-    memory_budget: int | None,
 ) -> ProxyAnchorSums:
-    n_proxies = proxies.shape[0]
-    classes = class_labels(labels, n_proxies, check=check_label_range)
-    n_present = count_present(classes, n_proxies)
+    classes = class_labels(labels, proxies.shape[0], check=check_label_range)
+    n_present = count_present(classes, proxies.shape[0])
     if selected_backend() == "reference":
+        distance = CosineSimilarity() if repulsion.normalize_proxies else repulsion.distance
         positive, negative = reference.proxy_anchor(
             upcast(embeddings),
             upcast(proxies),
             classes,
-            margin=margin,
-            alpha=alpha,
+            margin=repulsion.margin,
+            alpha=repulsion.alpha,
             weights=weights,
-            distance=distance,
+            distance=DotProductSimilarity() if distance is None else distance,
         )
-        return ProxyAnchorSums(positive, negative, n_present)
-    cosine, dot_product = is_cosine(distance), is_dot_product(distance)
-    positive, negative = proxy_logsumexp(
-        unit_rows(embeddings) if cosine else upcast(embeddings),
-        proxies,
-        classes,
-        weights=weights,
-        alpha=alpha,
-        margin=margin,
-        normalize_proxies=cosine,
-        distance=None if cosine or dot_product else distance,
-        check_label_range=False,
-        memory_budget=memory_budget,
-    )
+    else:
+        positive, negative = proxy_sums(embeddings, proxies, classes, weights, repulsion)
     return ProxyAnchorSums(positive, negative, n_present)
+
+
+def mean_over_proxies(
+    embeddings: Tensor,
+    labels: Tensor,
+    proxies: Tensor,
+    weights: Tensor | None,
+    repulsion: Repulsion,
+    check_label_range: bool,
+) -> Tensor:
+    """The loss, in one pass; 0 without embeddings."""
+    n_proxies = proxies.shape[0]
+    if selected_backend() == "reference":
+        positive, negative, n_present = proxy_anchor_sums(
+            embeddings, labels, proxies, weights, repulsion, check_label_range
+        )
+        return positive.sum() / n_present.clamp(min=1) + negative.mean()
+    classes = class_labels(labels, n_proxies, check=check_label_range)
+    dtype = accumulation_dtype(embeddings.dtype)
+    per_present = count_present(classes, n_proxies).clamp(min=1).to(dtype).reciprocal()
+    factors = per_present.expand(n_proxies).contiguous(), per_present.new_full((n_proxies,), 1 / n_proxies)
+    return proxy_total(embeddings, proxies, classes, weights, repulsion, factors)
 
 
 def count_present(classes: Tensor, n_classes: int) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tritonloss import reference
 from tritonloss.backends import selected_backend
-from tritonloss.layout import ClassLayout, runs, segment_sum
+from tritonloss.layout import ClassLayout
 from tritonloss.losses.base import (
     check_bounds,
     check_choice,
@@ -16,9 +16,8 @@ from tritonloss.losses.base import (
     check_labels,
     full_precision,
     output_dtype,
-    unit_rows,
 )
-from tritonloss.ops import semi_variance as streamed_semi_variance
+from tritonloss.ops import Deviation, Panels, SemiVariance, semi_variance_total
 from tritonloss.types import upcast
 
 Normalize: TypeAlias = Literal["count_all", "selected"]
@@ -103,21 +102,22 @@ class SemiVarianceRegularizer(nn.Module):
         if selected_backend() == "reference":
             return self.of_scores(*reference.similarity(upcast(embeddings), labels))
         layout = ClassLayout.from_labels(labels)
-        return self.of_sorted_rows(layout.sort(unit_rows(embeddings)), layout)
+        return self.of_layout(embeddings, layout, layout.query_count, None)
 
-    def of_sorted_rows(self, rows: Tensor, layout: ClassLayout, largest_class: int | None = None) -> Tensor:
-        """The same for unit rows [N, D] in the order of the layout. A known largest_class saves the host sync."""
-        count = torch.where(layout.count < rows.shape[0], layout.query_count, 0)
-        levels, n_pairs = _levels(rows, layout, count)
-        spread = streamed_semi_variance(
-            rows,
+    def of_layout(
+        self, embeddings: Tensor, layout: ClassLayout, count: Tensor, panels: Panels | None
+    ) -> Tensor:
+        """The same for a layout that is known; count: [N], 0 for a row that is no query. panels: of these ranges."""
+        deviation = Deviation(self.max_class_size, self.memory_budget, True, layout.order, self.detach_mean)
+        return semi_variance_total(
+            embeddings,
             layout.start,
             count,
-            levels.detach() if self.detach_mean else levels,
-            max_class_size=self.max_class_size if largest_class is None else largest_class,
-            memory_budget=self.memory_budget,
+            self._factors,
+            deviation,
+            panels=panels,
+            known=self.normalize == "count_all",
         )
-        return self._weighted(spread.squares, spread.selected, n_pairs)
 
     def of_scores(self, scores: Tensor, positives: Tensor, negatives: Tensor) -> Tensor:
         """The same for scores [Q, N] and bool masks [Q, N]."""
@@ -131,30 +131,17 @@ class SemiVarianceRegularizer(nn.Module):
             squares.append(deviation.square().sum())
             selected.append((deviation > 0).sum())
             n_pairs.append(n)
-        return self._weighted(torch.stack(squares), torch.stack(selected), torch.stack(n_pairs))
+        sums = SemiVariance(torch.stack(squares), torch.stack(selected), torch.stack(n_pairs))
+        return torch.dot(sums.squares, self._factors(sums))
 
-    def _weighted(self, squares: Tensor, selected: Tensor, n_pairs: Tensor) -> Tensor:
-        n = (n_pairs if self.normalize == "count_all" else selected).clamp(min=1).to(squares.dtype)
-        positive, negative = squares / n
-        penalty: Tensor = self.weights[0] * positive + self.weights[1] * negative
-        return penalty
+    def _factors(self, sums: SemiVariance) -> Tensor:
+        """Of the squares [2]: the weights over the numbers of pairs; 0 where all rows are of one class."""
+        n = (sums.pairs if self.normalize == "count_all" else sums.selected).clamp(min=1)
+        positive, negative = (sums.pairs[1] > 0).to(sums.squares.dtype) / n
+        return torch.stack([self.weights[0] * positive, self.weights[1] * negative]).to(sums.squares.dtype)
 
     def extra_repr(self) -> str:
         return f"weights={self.weights}, normalize={self.normalize!r}, detach_mean={self.detach_mean}"
-
-
-def _levels(rows: Tensor, layout: ClassLayout, count: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean score of the positive and of the negative pairs [2], and their numbers [2]; without the N^2 scores."""
-    is_query = (count > 0).to(rows.dtype)[:, None]
-    _, lengths = runs(layout.start)
-    queries = rows * is_query
-    own = segment_sum(queries, lengths).square().sum()
-    among_positives = own - queries.square().sum()
-    among_negatives = queries.sum(0) @ rows.sum(0) - own
-    others = torch.where(count > 0, rows.shape[0] - count, 0)
-    n_pairs = torch.stack([(count - 1).clamp(min=0).sum(), others.sum()])
-    levels = torch.stack([among_positives, among_negatives]) / n_pairs.clamp(min=1).to(rows.dtype)
-    return levels, n_pairs
 
 
 def is_embeddings(inputs: Any, labels: Any) -> bool:

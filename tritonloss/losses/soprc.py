@@ -1,39 +1,30 @@
 """SOPRC: the area under the precision-recall curve, with a prior that is given and positives that are remembered."""
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tritonloss import reference
 from tritonloss.backends import selected_backend
-from tritonloss.layout import ClassLayout, runs, segment_sum
+from tritonloss.layout import ClassLayout
 from tritonloss.losses.base import (
     check_arguments,
     check_choice,
-    check_count,
     check_embeddings,
     check_labels,
     check_numbers,
+    fraction,
     full_precision,
     output_dtype,
     refuse,
-    unit_rows,
 )
+from tritonloss.losses.score_memory import ScoreMemory, score_quantiles
 from tritonloss.losses.semi_variance import Normalize, SemiVarianceRegularizer, is_embeddings, score_matrix
-from tritonloss.losses.soprc_pairs import (
-    Pairs,
-    Queries,
-    classes_of_queries,
-    dense_pairs,
-    loss_of_queries,
-    memory_of_queries,
-    pairs_of_scores,
-    prior_of_queries,
-    queries_of_embeddings,
-    queries_of_sorted_rows,
-)
 from tritonloss.losses.soprc_pieces import (
     Average,
     Grid,
@@ -43,12 +34,21 @@ from tritonloss.losses.soprc_pieces import (
     Options,
     Prior,
     ScoreRange,
-    arranged,
-    check_interpolation,
     class_prior,
 )
-from tritonloss.ops import class_labels
-from tritonloss.types import IndicesTuple, LossDict, upcast
+from tritonloss.ops import (
+    PairGradients,
+    Pairs,
+    Panels,
+    Ranking,
+    class_labels,
+    memory_rank,
+    rank_total,
+    register_query_function,
+)
+from tritonloss.ops.shares import own_share
+from tritonloss.ops.streaming import budget_bytes
+from tritonloss.types import IndicesTuple, LossDict, accumulation_dtype, upcast
 
 
 def soprc_loss(
@@ -88,10 +88,8 @@ def soprc_loss(
     options = Options(tau1, tau2, tpr_offset, tpr_grad, average)
     with full_precision(embeddings):
         classes = class_labels(labels, memory.shape[0])
-        queries = queries_of_embeddings(embeddings, classes, tau1, max_class_size, memory_budget)
-        loss = loss_of_queries(
-            queries, memory_of_queries(memory, queries), prior_of_queries(prior, queries), options
-        )
+        queries = Queries.of_embeddings(embeddings, classes, max_class_size, memory_budget)
+        loss = queries.loss(queries.rows_of(memory), prior_of_queries(prior, queries), options)
     return loss.to(output_dtype(embeddings))
 
 
@@ -129,16 +127,13 @@ def soprc_scores_loss(
     matrix = score_matrix(scores, None, positives, negatives)
     options = Options(tau1, tau2, tpr_offset, tpr_grad, average)
     with full_precision(scores):
-        pairs = pairs_of_scores(
-            *matrix, classes_of_queries(classes, matrix[0], memory.shape[0]), tau1, memory_budget
-        )
-        loss = loss_of_queries(
-            pairs, memory_of_queries(memory, pairs), prior_of_queries(prior, pairs), options
-        )
+        of_queries = classes_of_queries(classes, matrix[0], memory.shape[0])
+        queries = Queries.of_scores(matrix, of_queries, memory_budget)
+        loss = queries.loss(queries.rows_of(memory), prior_of_queries(prior, queries), options)
     return loss.to(output_dtype(scores))
 
 
-class SOPRCLoss(nn.Module):
+class SOPRCLoss(ScoreMemory):
     """1 - AUPRC for any sampling of the batch: stochastic optimisation of the area under the precision-recall curve.
 
     For a query with positive scores h_i and negative scores h_k, the prior pi and the memory v of its class [V],
@@ -182,8 +177,8 @@ class SOPRCLoss(nn.Module):
             None for scores. Give (0, 1) for probabilities.
         grid: of Algorithm 2, see `interpolate_scores`.
         v_init: v_1; "first", the first phi (Proposition 1 favours it), or "uniform", j / V, as the authors' code.
-        update: of a class with several queries in a batch; "mean" of their phi; "last", the phi of the last of them in
-            the batch, as the authors' code on a CPU; or "pool", phi of the scores of all of them as one list.
+        update: of a class with several queries in a batch; "mean" of their phi; or "last", the phi of the last of them
+            in the batch, as the authors' code on a CPU.
         tpr_offset: in T; 1 counts the positive itself, so that T > 0 and f is still an upper bound of Eq. 3; 0 as in
             the paper, and f is 0 where F and T are.
         tpr_grad: differentiate T by h, as Eq. 11 is written. The authors' code does not: that gradient pushes
@@ -198,12 +193,10 @@ class SOPRCLoss(nn.Module):
         memory_budget: bytes that similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU and a
             sixteenth of the device's memory on CUDA.
 
-    Cost: with embeddings, time O(N^2 D + sum over classes of n^2 (N - n + V)), n the size of a class, and memory
-    O(memory_budget + N (D + V)). Where the pairs of all classes would take more than the budget, queries are taken in
-    blocks: for the memory, for the loss, and once more in the backward pass. update="pool" then also sorts the n^2
-    scores of one class at a time; torch.compile, which cannot ask for the number of pairs, holds those of all classes.
-    With scores, time O(Q N + sum over queries of n_+ (n_- + V)), memory of a few numbers for each score: they are given
-    as a whole, and are not taken in blocks. Computed in float32 (float64 for float64) with autocast off.
+    Cost: with embeddings, time O(N^2 D + sum over classes of n^2 (N - n + V)), n the size of a class: one walk over
+    panels of the similarity matrix gives value and gradient of the loss, another one those of Eq. 9. Memory
+    O(panel + N (D + V)). With scores, time O(Q N + sum over queries of n_+ (n_- + V)), memory of a few numbers for each
+    score. Computed in float32 (float64 for float64) with autocast off.
 
     Raises:
         TypeError: inputs, labels or masks of the wrong kind; an option that is no number.
@@ -215,8 +208,6 @@ class SOPRCLoss(nn.Module):
     gradient and the offset of T, and the paper for Eq. 9; `from_preset` has both.
     """
 
-    v: Tensor
-    visits: Tensor
     prior: Tensor | None
 
     def __init__(
@@ -244,19 +235,11 @@ class SOPRCLoss(nn.Module):
         check_label_range: bool = True,
         memory_budget: int | None = None,
     ) -> None:
-        super().__init__()
-        check_count("num_classes", num_classes)
-        check_interpolation(memory_size, grid, None if score_range == "auto" else score_range)
-        check_choice("v_init", v_init, MemoryInit)
-        check_choice("update", update, MemoryUpdate)
-        check_numbers(beta=beta, w_var=w_var)
-        if not 0 < beta <= 1:
-            raise ValueError(f"beta is {beta}: expected a number above 0 and at most 1")
+        check_numbers(w_var=w_var)
         if not w_var >= 0:
             raise ValueError(f"w_var is {w_var}: expected at least 0")
+        super().__init__(num_classes, memory_size, beta, score_range, grid, v_init, update)
         self.options = Options(tau1, tau2, tpr_offset, tpr_grad, average)
-        self.num_classes, self.memory_size, self.beta = num_classes, memory_size, beta
-        self.score_range, self.grid, self.v_init, self.update = score_range, grid, v_init, update
         self.use_memory, self.w_var = use_memory, w_var
         self.max_class_size, self.memory_budget = max_class_size, memory_budget
         self.check_label_range = check_label_range
@@ -267,17 +250,16 @@ class SOPRCLoss(nn.Module):
             max_class_size=max_class_size,
             memory_budget=memory_budget,
         )
-        row = torch.zeros(memory_size, dtype=torch.float32)
-        if v_init == "uniform":
-            row = torch.arange(memory_size, dtype=torch.float32) / memory_size
-        self.register_buffer("v", row.repeat(num_classes, 1))
-        self.register_buffer("visits", torch.zeros(num_classes, dtype=torch.int64))
-        self.register_buffer("prior", class_prior(prior, num_classes))
+        self._given_prior = class_prior(prior, self.num_classes)
+        # On the device of the other buffers, which may be the meta device.
+        self.register_buffer(
+            "prior", None if self._given_prior is None else self._given_prior.to(self.v.device)
+        )
 
     @classmethod
     def from_preset(
         cls, name: Literal["authors", "paper"], num_classes: int = 1, **options: Any
-    ) -> "SOPRCLoss":
+    ) -> SOPRCLoss:
         """The loss as in the authors' code or as in the paper; `options` are those of the class and go first.
 
         "authors": uniform v_1, their grid, the last query of a class, offset 1, no gradient through T, Eq. 9 over the
@@ -295,6 +277,13 @@ class SOPRCLoss(nn.Module):
         if name == "paper" and "memory_size" not in options:
             raise TypeError("preset 'paper' needs memory_size, the number of positives N_+ of a query")
         return cls(num_classes, **{**PRESETS[name], **options})
+
+    def reset_parameters(self) -> None:
+        """Forget everything, and take the prior that was given; what `to_empty` needs."""
+        super().reset_parameters()
+        prior = getattr(self, "prior", None)
+        if prior is not None:
+            prior.copy_(self._given_prior)
 
     def forward(
         self,
@@ -369,135 +358,269 @@ class SOPRCLoss(nn.Module):
 
     def _terms_of_embeddings(self, embeddings: Tensor, labels: Tensor, update: bool) -> LossDict:
         classes = class_labels(labels, self.num_classes, check=self.check_label_range)
-        if selected_backend() == "reference":
-            dense = dense_pairs(*reference.similarity(upcast(embeddings), classes), classes)
-            penalty = self._penalty(dense)
-            return self._terms(dense, (-1.0, 1.0), update, penalty)
-        layout = ClassLayout.from_labels(classes)
-        rows = layout.sort(unit_rows(embeddings))
-        queries = queries_of_sorted_rows(
-            rows,
-            classes[layout.order],
-            layout,
-            self.options.tau1,
-            self.max_class_size,
-            self.memory_budget,
-        )
-        penalty = (
-            self.semi_variance.of_sorted_rows(rows, layout, queries.largest_class) if self.w_var else None
-        )
-        return self._terms(queries, (-1.0, 1.0), update, penalty)
+        # Half rows get the sum of two gradients: it is rounded once.
+        embeddings = upcast(embeddings)
+        queries = Queries.of_embeddings(embeddings, classes, self.max_class_size, self.memory_budget)
+        terms, commit = self._loss_term(queries, (-1.0, 1.0), update)
+        if self.w_var:
+            if queries.layout is None:
+                penalty = self.semi_variance.of_scores(*queries.matrix)
+            else:
+                # A class of labels out of range has pairs here, as any other; the panels of the loss leave it out.
+                panels = queries.panels if self.check_label_range else None
+                penalty = self.semi_variance.of_layout(
+                    embeddings, queries.layout, queries.layout.query_count, panels
+                )
+            terms["semi_variance_loss"] = {"losses": self.w_var * penalty, "indices": None}
+        commit()
+        return terms
 
     def _terms_of_scores(
         self, matrix: tuple[Tensor, Tensor, Tensor], classes: Tensor | None, update: bool
     ) -> LossDict:
-        rows = classes_of_queries(classes, matrix[0], self.num_classes)
-        pairs = pairs_of_scores(*matrix, rows, self.options.tau1, self.memory_budget)
-        penalty = self.semi_variance.of_scores(*matrix) if self.w_var else None
-        return self._terms(pairs, None, update, penalty)
-
-    def _penalty(self, pairs: Pairs) -> Tensor | None:
-        assert pairs.matrix is not None
-        return self.semi_variance.of_scores(*pairs.matrix) if self.w_var else None
-
-    def _terms(
-        self, queries: Queries, natural_range: ScoreRange, update: bool, penalty: Tensor | None
-    ) -> LossDict:
-        score_range = natural_range if self.score_range == "auto" else self.score_range
-        moving = update and self.training and self.use_memory
-        memory, moved = self._memory(queries, Interpolation(self.memory_size, self.grid, score_range), moving)
-        loss = loss_of_queries(
-            queries,
-            memory,
-            prior_of_queries("batch" if self.prior is None else self.prior, queries),
-            self.options,
+        of_queries = classes_of_queries(classes, matrix[0], self.num_classes)
+        terms, commit = self._loss_term(
+            Queries.of_scores(matrix, of_queries, self.memory_budget), None, update
         )
-        terms: LossDict = {"loss": {"losses": loss, "indices": None}}
-        if penalty is not None:
+        if self.w_var:
+            penalty = self.semi_variance.of_scores(*matrix)
             terms["semi_variance_loss"] = {"losses": self.w_var * penalty, "indices": None}
-        if moving:
-            # Last: nothing that raises may leave a memory that has moved.
-            self._commit(queries.classes, memory, moved)
+        commit()
         return terms
 
-    @torch.no_grad()
-    def _memory(self, queries: Queries, phi: Interpolation, moving: bool) -> tuple[Tensor, Tensor]:
-        """v for each query [Q, V], after the step if `moving`, and whether its class has moved [Q] bool."""
-        own = queries.interpolated(phi)
-        is_fresh = queries.is_query & own.isfinite().all(1)
+    def _loss_term(
+        self, queries: Queries, natural_range: ScoreRange, update: bool
+    ) -> tuple[LossDict, Callable[[], None]]:
+        """The loss, and what writes the memory that it moved: to be called when nothing can raise any more."""
+        phi = queries.quantiles(self.interpolation(natural_range))
+        moves: Tensor | None = None
         if not self.use_memory:
-            return own, is_fresh
-        rows = queries.classes.clamp(min=0)
-        old = self.v.to(own.dtype)[rows]
-        is_known = (self.visits[rows] > 0) | (self.v_init == "uniform")
-        current = torch.where(is_known[:, None], old, own)
-        if not moving:
-            return current, torch.zeros_like(is_fresh)
-        target, moved = self._targets(queries, phi, own, is_fresh)
-        step = torch.ones_like(own[:, :1]).masked_fill(is_known[:, None], self.beta)
-        return torch.where(moved[:, None], old + step * (target - old), current), moved
-
-    def _targets(
-        self, queries: Queries, phi: Interpolation, own: Tensor, is_fresh: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """What v of each query's class moves to [Q, V], and whether there is such a target [Q] bool."""
-        order = None if queries.in_class_order else torch.argsort(queries.classes, stable=True)
-        place = None if order is None else torch.argsort(order)
-        run, length = runs(arranged(queries.classes, order))
-        chosen = arranged(is_fresh, order)
-        if self.update == "last":
-            seen = torch.cumsum(chosen, 0)
-            chosen = chosen & (seen == seen[torch.cumsum(length, 0)[run] - 1])
-        n_chosen = segment_sum(chosen.to(own.dtype), length)
-        if self.update == "pool":
-            targets = queries.pooled(phi, arranged(chosen, place), arranged(run, place))
-        else:
-            total = segment_sum(torch.where(chosen[:, None], arranged(own, order), 0), length)
-            targets = total / n_chosen.clamp(min=1)[:, None]
-        return arranged(targets[run], place), arranged((n_chosen > 0)[run], place)
-
-    @torch.no_grad()
-    def _commit(self, classes: Tensor, memory: Tensor, moved: Tensor) -> None:
-        # Queries of one class write the same row, so the order of the writes does not matter.
-        rows = classes.clamp(min=0)
-        entries = torch.where(moved[:, None], memory.to(self.v.dtype), self.v[rows])
-        visits = self.visits[rows] + moved
-        self.v[rows] = entries
-        self.visits[rows] = visits
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "SOPRCLoss":
-        # model.half() must not round remembered scores: tau2 is below the spacing of half precision.
-        kept = {name: getattr(self, name) for name in ("v", "prior")}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, before in kept.items():
-            after = getattr(self, name)
-            if before is not None and after.dtype != upcast(after).dtype:
-                setattr(self, name, before.to(after.device))
-        return self
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        # torch would copy the buffers that fit and leave a state that is half another's.
-        for name, buffer in self.named_buffers(recurse=False):
-            given = state_dict.get(prefix + name)
-            if given is not None and given.shape != buffer.shape:
-                error_msgs.append(
-                    f"{prefix}{name}: the state of a SOPRCLoss of another size, {list(given.shape)} for "
-                    f"{list(buffer.shape)} (num_classes={self.num_classes}, memory_size={self.memory_size}); "
-                    "nothing of it was loaded"
-                )
-        if not error_msgs:
-            super()._load_from_state_dict(
-                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            memory = phi
+        elif update and self.training:
+            memory, moves = self.moved(
+                queries.classes, phi, queries.is_query, in_class_order=queries.layout is not None
             )
+        else:
+            memory = self.current(queries.classes, phi)
+        prior = prior_of_queries("batch" if self.prior is None else self.prior, queries)
+        loss = queries.loss(memory, prior, self.options)
+
+        def commit() -> None:
+            if moves is not None:
+                self.commit(queries.classes, memory, moves)
+
+        return {"loss": {"losses": loss, "indices": None}}, commit
+
+
+@dataclass(frozen=True)
+class Queries:
+    """The queries of a call: rows of embeddings against each other, or rows of a score matrix.
+
+    inputs: embeddings [N, D], or scores [Q, N] with `masks`, their positives and negatives [Q, N] bool.
+    start, count: [Q] int64, the positives of each query as `soft_rank` takes them. n_positives, n_negatives: [Q] int64,
+    how many of each it is compared with. classes: [Q] int64, -1 for none. layout: of embeddings; all of these are then
+    in its order. panels: of the queries of this process, None under torch.compile.
+    """
+
+    inputs: Tensor
+    masks: tuple[Tensor, ...]
+    start: Tensor
+    count: Tensor
+    n_positives: Tensor
+    n_negatives: Tensor
+    classes: Tensor
+    layout: ClassLayout | None
+    max_class_size: int | None
+    memory_budget: int | None
+    panels: Panels | None = None
+
+    @classmethod
+    def of_embeddings(
+        cls, embeddings: Tensor, classes: Tensor, max_class_size: int | None, memory_budget: int | None
+    ) -> Queries:
+        """Every row a query, its positives the other rows of its class."""
+        if selected_backend() == "reference":
+            return cls.of_scores(reference.similarity(upcast(embeddings), classes), classes, memory_budget)
+        layout = ClassLayout.from_labels(classes)
+        in_order = classes[layout.order]
+        # Without a class a row is no query, and a negative of all others.
+        count = torch.where(in_order >= 0, layout.query_count, 0)
+        n_negatives = classes.shape[0] - layout.count
+        return cls(
+            embeddings, (), layout.start, count, (count - 1).clamp(min=0), n_negatives, in_order, layout,
+            max_class_size, memory_budget,
+        )._with_panels()  # fmt: skip
+
+    @classmethod
+    def of_scores(
+        cls, matrix: tuple[Tensor, Tensor, Tensor], classes: Tensor, memory_budget: int | None
+    ) -> Queries:
+        """The rows of a score matrix with the masks of their positives and negatives."""
+        scores, positives, negatives = matrix
+        count = positives.sum(1)
+        return cls(
+            scores, (positives, negatives), torch.zeros_like(count), count, count, negatives.sum(1), classes, None,
+            None, memory_budget,
+        )._with_panels()  # fmt: skip
+
+    def _with_panels(self) -> Queries:
+        if torch.compiler.is_compiling() or selected_backend() == "reference":
+            return self
+        own = self._own[1]
+        n_keys = self.inputs.shape[1] if self.masks else self.inputs.shape[0]
+        itemsize = accumulation_dtype(self.inputs.dtype).itemsize * (5 if self.masks else 1)
+        budget = budget_bytes(self.inputs.device, self.memory_budget)
+        panels = Panels.of(self.start[own], self.count[own], n_keys, itemsize, budget, self.max_class_size)
+        return replace(self, panels=panels)
+
+    @property
+    def _own(self) -> tuple[Any, slice]:
+        share = own_share(self.inputs.shape[0])
+        return share, slice(0, self.inputs.shape[0]) if share is None else share.rows
+
+    @property
+    def matrix(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores, positives and negatives [Q, N]."""
+        return self.inputs, self.masks[0], self.masks[1]
+
+    @property
+    def is_query(self) -> Tensor:
+        """[Q] bool: whether the query has a positive, a negative and a class."""
+        return (self.n_positives > 0) & (self.n_negatives > 0) & (self.classes >= 0)
+
+    def rows_of(self, memory: Tensor) -> Tensor:
+        """The memory of each query's class [Q, V], constant."""
+        if memory.ndim != 2 or memory.shape[1] < 1:
+            raise ValueError(f"memory must have shape [C, V] with V of at least 1, got {list(memory.shape)}")
+        dtype = accumulation_dtype(self.inputs.dtype)
+        return memory.detach().to(dtype)[self.classes.clamp(min=0)]
+
+    def quantiles(self, phi: Interpolation) -> Tensor:
+        """phi of the scores of each query's positives [Q, V], constant; 0 where there are none."""
+        share, own = self._own
+        size, grid, score_range = phi
+        arguments: tuple[Any, ...] = (
+            self.inputs.detach(),
+            list(self.masks),
+            None if self.layout is None else self.layout.order,
+            self.start[own],
+            self.count[own],
+            self.n_positives[own],
+            self.layout is not None,
+            own.start,
+            own.stop,
+            -1 if self.max_class_size is None else self.max_class_size,
+            size,
+            grid,
+            list(score_range or ()),
+            budget_bytes(self.inputs.device, self.memory_budget),
+        )
+        part = (
+            score_quantiles(*arguments) if self.panels is None else score_quantiles(*arguments, self.panels)
+        )
+        return cast(Tensor, part if share is None else share.gather(part))
+
+    def loss(self, memory: Tensor, prior: Tensor, options: Options) -> Tensor:
+        """The scalar loss. memory: [Q, V]. prior: [Q]. Both constant."""
+        is_query, n_positives = self.is_query, self.n_positives.to(memory.dtype)
+        if options.average == "micro":
+            n_pairs = torch.where(is_query, n_positives, 0).sum().clamp(min=1)
+            weights = is_query / n_pairs
+        else:
+            weights = is_query / (n_positives.clamp(min=1) * is_query.sum().clamp(min=1))
+        weights = weights.to(memory.dtype)
+        if selected_backend() == "reference":
+            terms = reference.soprc(
+                *self.matrix,
+                memory,
+                prior,
+                tau1=options.tau1,
+                tau2=options.tau2,
+                tpr_offset=options.tpr_offset,
+                tpr_grad=options.tpr_grad,
+            )
+            return torch.where(is_query, terms.sum(1) * weights, 0).sum()
+        order = None if self.layout is None else self.layout.order
+        ranking = Ranking(
+            "one_side_huber",
+            options.tau1,
+            max_class_size=self.max_class_size,
+            memory_budget=self.memory_budget,
+            normalize=order is not None,
+        )
+        return rank_total(
+            self.inputs,
+            self.start,
+            torch.where(is_query, self.count, 0) if self.panels is None else self.count,
+            weights,
+            "soprc",
+            ranking,
+            order=order,
+            masks=self.masks,
+            numbers=(options.tau2, options.tpr_offset, float(options.tpr_grad)),
+            constants=(memory, prior, self.n_negatives),
+            panels=self.panels,
+        )
+
+
+def _of_pairs(pairs: Pairs, tau2: float, tpr_offset: float, tpr_grad: float) -> Any:
+    """sigma((1 - pi) / pi * FPR / TPR) of each pair, as one fraction that no pi and no TPR can overflow; their sum."""
+    memory, prior, n_negatives = pairs.constants
+    odds = ((1 - prior) / n_negatives.clamp(min=1).to(prior.dtype))[:, None]
+    above, slopes = memory_rank(pairs.scores, memory, temperature=tau2)
+    n_remembered = tpr_offset + memory.shape[1]
+    false_positives = odds * pairs.ranks
+    true_positives = prior[:, None] * (tpr_offset + above) / n_remembered
+    losses = fraction(false_positives, true_positives)
+    if pairs.is_self is not None:
+        losses = losses.masked_fill(pairs.is_self, 0)
+
+    def gradients() -> PairGradients:
+        whole = (false_positives + true_positives).square()
+        scale = 1 / torch.where(whole == 0, 1, whole)
+        if pairs.is_self is not None:
+            scale = scale.masked_fill(pairs.is_self, 0)
+        by_ranks = true_positives * odds * scale
+        if not tpr_grad:
+            return PairGradients(ranks=by_ranks)
+        return PairGradients(by_ranks, -false_positives * scale * prior[:, None] * slopes / n_remembered)
+
+    return losses, gradients
+
+
+register_query_function("soprc", _of_pairs)
+
+
+def prior_of_queries(prior: Prior, queries: Queries) -> Tensor:
+    """pi of each query [Q], constant."""
+    dtype = accumulation_dtype(queries.inputs.dtype)
+    if isinstance(prior, str):
+        check_choice("prior", prior, Literal["batch"])
+        total = (queries.n_positives + queries.n_negatives).clamp(min=1)
+        return queries.n_positives.to(dtype) / total.to(dtype)
+    values = torch.as_tensor(prior, dtype=dtype, device=queries.classes.device).detach()
+    return values.expand(queries.classes.shape) if values.ndim == 0 else values[queries.classes.clamp(min=0)]
+
+
+def classes_of_queries(classes: Any, scores: Tensor, num_classes: int) -> Tensor:
+    """The class of each query [Q]; -1 never, as a class out of range raises."""
+    n_queries = scores.shape[0]
+    if classes is not None:
+        if not isinstance(classes, Tensor) or classes.is_floating_point():
+            raise TypeError(
+                f"classes must be an integer tensor, got {getattr(classes, 'dtype', type(classes))}"
+            )
+        if classes.shape != (n_queries,) or classes.device != scores.device:
+            raise ValueError(
+                f"classes must have shape [{n_queries}] on {scores.device}, one a row of scores, "
+                f"got {list(classes.shape)} on {classes.device}"
+            )
+        return class_labels(classes, num_classes)
+    if num_classes == 1:
+        return torch.zeros(n_queries, dtype=torch.int64, device=scores.device)
+    if n_queries != num_classes:
+        raise ValueError(f"classes are required: there are {n_queries} queries and {num_classes} classes")
+    return torch.arange(n_queries, device=scores.device)
 
 
 PRESETS: dict[str, dict[str, Any]] = {

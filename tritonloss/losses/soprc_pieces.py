@@ -11,7 +11,7 @@ from tritonloss.losses.base import check_choice, check_count, check_numbers
 from tritonloss.types import upcast
 
 Grid: TypeAlias = Literal["midpoint", "left", "authors", "linear"]
-MemoryUpdate: TypeAlias = Literal["mean", "last", "pool"]
+MemoryUpdate: TypeAlias = Literal["mean", "last"]
 MemoryInit: TypeAlias = Literal["first", "uniform"]
 Average: TypeAlias = Literal["macro", "micro"]
 ScoreRange: TypeAlias = tuple[float, float] | None
@@ -110,17 +110,6 @@ class Options:
         check_choice("average", self.average, Average)
 
 
-def arranged(rows: Tensor, index: Tensor | None) -> Tensor:
-    """rows [Q, ...] in the order of index [Q] int64; as they are without one."""
-    return rows if index is None else rows[index]
-
-
-def sort_segments(values: Tensor, segment: Tensor) -> Tensor:
-    """values [M] sorted by their segment [M], ascending within each."""
-    values, order = torch.sort(values)
-    return values[torch.sort(segment[order], stable=True).indices]
-
-
 def _places(place: Tensor, n: Tensor, size: int, grid: Grid) -> tuple[Tensor, int | Tensor]:
     """The places t of the grid as fractions of integers."""
     if grid == "midpoint":
@@ -167,7 +156,9 @@ def class_prior(prior: Any, num_classes: int) -> Tensor | None:
     if isinstance(prior, str):
         check_choice("prior", prior, Literal["batch"])
         return None
-    values = torch.as_tensor(prior).detach().to(torch.float32)
+    # With the device: a default one, or the meta device, has no numbers to look at.
+    device = prior.device if isinstance(prior, Tensor) else "cpu"
+    values = torch.as_tensor(prior, device=device).detach().to(torch.float32)
     if values.shape not in ((), (num_classes,)):
         raise ValueError(f"prior must be one number or have shape [{num_classes}], got {list(values.shape)}")
     if not bool(((values > 0) & (values < 1)).all()):

@@ -1,31 +1,77 @@
-"""The streamed primitives: each is one custom op with an autograd formula."""
+"""The streamed primitives, and the passes that losses are made of."""
 
-from tritonloss.ops.block_histogram import distance_histogram, pair_histogram
 from tritonloss.ops.class_labels import class_labels
+from tritonloss.ops.library import Operator
 from tritonloss.ops.memory_rank import memory_rank
-from tritonloss.ops.per_query import QueryBlocks, query_blocks, rank_per_query, score_per_query
-from tritonloss.ops.proxy_logsumexp import ProxyLogSumExp, proxy_logsumexp
-from tritonloss.ops.semi_variance import SemiVariance, semi_variance
-from tritonloss.ops.soft_histogram import SoftHistograms, running_sum, soft_histogram
-from tritonloss.ops.soft_rank import SoftRanks, soft_rank
-from tritonloss.ops.soft_rank_scores import soft_rank_scores
+from tritonloss.ops.proxy_logsumexp import (
+    ProxyLogSumExp,
+    Repulsion,
+    proxy_logsumexp,
+    proxy_sums,
+    proxy_total,
+)
+from tritonloss.ops.rank import (
+    PairGradients,
+    Pairs,
+    QueryFunction,
+    positive_scores,
+    register_query_function,
+)
+from tritonloss.ops.semi_variance import Deviation, SemiVariance, semi_variance, semi_variance_total
+from tritonloss.ops.soft_histogram import (
+    Counting,
+    SoftHistograms,
+    distance_histogram,
+    histogram_total,
+    histogram_values,
+    of_histograms,
+    pair_histogram,
+    register_histogram_function,
+    running_sum,
+    soft_histogram,
+)
+from tritonloss.ops.soft_rank import (
+    Ranking,
+    SoftRanks,
+    rank_total,
+    rank_values,
+    soft_rank,
+    soft_rank_scores,
+)
+from tritonloss.ops.streaming import Panels
 
 __all__ = [
+    "Counting",
+    "Deviation",
+    "Operator",
+    "PairGradients",
+    "Pairs",
+    "Panels",
     "ProxyLogSumExp",
-    "QueryBlocks",
+    "QueryFunction",
+    "Ranking",
+    "Repulsion",
     "SemiVariance",
     "SoftHistograms",
     "SoftRanks",
     "class_labels",
     "distance_histogram",
+    "histogram_total",
+    "histogram_values",
     "memory_rank",
+    "of_histograms",
     "pair_histogram",
+    "positive_scores",
     "proxy_logsumexp",
-    "query_blocks",
-    "rank_per_query",
+    "proxy_sums",
+    "proxy_total",
+    "rank_total",
+    "rank_values",
+    "register_histogram_function",
+    "register_query_function",
     "running_sum",
-    "score_per_query",
     "semi_variance",
+    "semi_variance_total",
     "soft_histogram",
     "soft_rank",
     "soft_rank_scores",

@@ -5,7 +5,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from tritonloss.ops.library import operator
+from tritonloss.ops.library import Operator
 
 
 def class_labels(labels: Tensor, num_classes: int, *, check: bool = True) -> Tensor:
@@ -19,19 +19,21 @@ def class_labels(labels: Tensor, num_classes: int, *, check: bool = True) -> Ten
     return cast(Tensor, _class_labels(labels, num_classes, check))
 
 
-@operator("class_labels")
-def _class_labels(labels: Tensor, num_classes: int, check: bool) -> Tensor:
+def _run(labels: Tensor, num_classes: int, check: bool) -> Tensor:
     # An operator must not return its input: int64 labels are copied.
     classes = labels.to(torch.int64, copy=True)
-    if check and len(labels):
+    if check and labels.shape[0]:
         least, greatest = torch.stack(torch.aminmax(classes)).tolist()
         for label in (least, greatest):
             if not 0 <= label < num_classes:
-                raise ValueError(f"labels must be in 0 .. {num_classes - 1}, one class a proxy, got {label}")
+                raise ValueError(f"labels must be in 0 .. {num_classes - 1}, one per class, got {label}")
         return classes
     return classes.masked_fill_((classes < 0) | (classes >= num_classes), -1)
 
 
-@_class_labels.register_fake
-def _(labels: Tensor, num_classes: int, check: bool) -> Tensor:
-    return torch.empty_like(labels, dtype=torch.int64)
+_class_labels = Operator(
+    "class_labels",
+    "(Tensor labels, SymInt num_classes, bool check) -> Tensor",
+    _run,
+    lambda labels, num_classes, check: torch.empty_like(labels, dtype=torch.int64),
+)

@@ -1,6 +1,7 @@
 """`proxy_logsumexp`: for every proxy, the soft maximum of the exponents of its own class and of the other classes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -9,18 +10,11 @@ from torch import Tensor
 from tritonloss.backends import backend_module, selected_backend
 from tritonloss.distances import Distance, call_with_parameters, parameters_of
 from tritonloss.ops.class_labels import class_labels
-from tritonloss.ops.library import operator, refuse_second_derivative
-from tritonloss.ops.shares import own_share, sharing
-from tritonloss.ops.streaming import (
-    budget_bytes,
-    empty_scores,
-    keeps_similarity,
-    padded_scores,
-    rows_per_block,
-)
-
-# Below it a norm is replaced by it, as torch.nn.functional.normalize does.
-LEAST_NORM = 1e-12
+from tritonloss.ops.library import Inputs, OutsideGraph, Pass, attach, kept_for
+from tritonloss.ops.shares import own_share
+from tritonloss.ops.sources import Called, PanelRows, Products, Rows, checked
+from tritonloss.ops.streaming import budget_bytes, rows_per_block
+from tritonloss.types import accumulation_dtype
 
 
 class ProxyLogSumExp(NamedTuple):
@@ -51,7 +45,8 @@ def proxy_logsumexp(
     Exact for any alpha, margin and s, however large the exponents. The similarities are walked in blocks of proxies.
 
     Args:
-        embeddings: [N, D] float32 or float64, contiguous or not; everything is computed in this dtype.
+        embeddings: [N, D], any floating dtype, contiguous or not; everything is computed in float32, or in float64 for
+            float64.
         proxies: [C, D] of any floating dtype on the same device; proxy p is that of class p.
         labels: [N], any integer dtype or bool.
         weights: [N] floating, >= 0, constants; None for 1. A weight of 0 leaves the embedding out of all sums.
@@ -64,8 +59,7 @@ def proxy_logsumexp(
         check_label_range: compare the labels with C, which costs one host sync. Without it, a label outside
             0 .. C - 1 is of no proxy's class.
         memory_budget: what the similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU, a
-            sixteenth of the device on CUDA. If all of them fit they are kept for the backward pass, else, and always
-            with a `distance`, recomputed.
+            sixteenth of the device on CUDA.
 
     Returns:
         ProxyLogSumExp(positive [C], negative [C]) in the dtype of the embeddings; differentiable once, in embeddings
@@ -79,350 +73,162 @@ def proxy_logsumexp(
     """
     if distance is not None and normalize_proxies:
         raise ValueError("normalize_proxies is for the dot product: expected False with a distance, got True")
-    classes = class_labels(labels, proxies.shape[0], check=check_label_range).to(torch.int32)
-    if (share := own_share(proxies.shape[0])) is not None:
-        with sharing(None):
-            part = proxy_logsumexp(
-                embeddings,
-                proxies[share.rows],
-                classes - share.rows.start,
-                weights=weights,
-                alpha=alpha,
-                margin=margin,
-                normalize_proxies=normalize_proxies,
-                distance=distance,
-                check_label_range=False,
-                memory_budget=memory_budget,
-            )
-        return ProxyLogSumExp(*map(share.gather, part))
-    budget = budget_bytes(embeddings.device, memory_budget)
-    offsets = _offsets(
-        embeddings, weights, -alpha * margin if _is_smaller_closer(distance) else alpha * margin
-    )
-    common = embeddings, proxies, classes, offsets, float(alpha)
-    if distance is not None:
-        sums = _DistanceLogSumExp.apply(  # type: ignore[no-untyped-call]
-            *common, distance, budget, selected_backend(), *parameters_of(distance)
-        )
-        return ProxyLogSumExp(*sums)
-    save = torch.is_grad_enabled() and (embeddings.requires_grad or proxies.requires_grad)
-    positive, negative, _ = _proxy_logsumexp(*common, normalize_proxies, budget, save, selected_backend())
-    return ProxyLogSumExp(positive, negative)
+    classes = class_labels(labels, proxies.shape[0], check=check_label_range)
+    repulsion = Repulsion(alpha, margin, False, normalize_proxies, distance, memory_budget)
+    return proxy_sums(embeddings, proxies, classes, weights, repulsion)
 
 
-def _offsets(embeddings: Tensor, weights: Tensor | None, constant: float) -> Tensor:
-    """constant + ln w: what is added to the exponents of each embedding, [N]; -inf for a weight of 0."""
-    if weights is None:
-        return embeddings.new_full((embeddings.shape[0],), constant)
-    return weights.detach().to(embeddings.dtype).log() + constant
+@dataclass(frozen=True)
+class Repulsion:
+    """How embeddings are compared with proxies; the options of `proxy_logsumexp`.
 
+    normalize_embeddings: divide each embedding by its Euclidean norm (by 1e-12 if that is larger) within the pass.
+    """
 
-def _is_smaller_closer(distance: Distance | None) -> bool:
-    return distance is not None and not distance.is_inverted
+    alpha: float
+    margin: float
+    normalize_embeddings: bool = False
+    normalize_proxies: bool = False
+    distance: Distance | None = None
+    memory_budget: int | None = None
 
-
-# Sizes are read from .shape: len() would turn a symbolic size into a constant and recompile for every batch size.
-def _block_rows(embeddings: Tensor, proxies: Tensor, budget: int) -> int:
-    return rows_per_block(
-        proxies.shape[0], embeddings.shape[0], embeddings.itemsize, embeddings.device, budget
-    )
-
-
-def _keeps_similarity(embeddings: Tensor, proxies: Tensor, save: bool, budget: int) -> bool:
-    return save and keeps_similarity(proxies.shape[0], embeddings.shape[0], embeddings.itemsize, budget)
-
-
-def _blocks(embeddings: Tensor, proxies: Tensor, budget: int) -> list[slice]:
-    """The row blocks of proxies; none if there is no embedding."""
-    size = _block_rows(embeddings, proxies, budget)
-    stop = proxies.shape[0] if embeddings.shape[0] else 0
-    return [slice(first, min(first + size, stop)) for first in range(0, stop, size)]
-
-
-class _Rows:
-    """A block of proxies in the dtype of the embeddings, normalised where asked, and the way back to their gradient."""
-
-    def __init__(self, proxies: Tensor, dtype: torch.dtype, normalize: bool) -> None:
-        self.values = proxies.to(dtype)
-        self.norm: Tensor | None = None
-        if normalize:
-            norm = torch.linalg.vector_norm(self.values, dim=1, keepdim=True)
-            self.is_short = norm < LEAST_NORM
-            self.norm = norm.clamp_(min=LEAST_NORM)
-            self.values = self.values / self.norm
-
-    def gradient(self, grad: Tensor) -> Tensor:
-        """From the gradient of `values`, whose memory is overwritten, to that of the proxies."""
-        if self.norm is None:
-            return grad
-        # Along the row itself the normalised row does not change, unless its norm was replaced by a constant.
-        # A product and a sum: torch.linalg.vecdot follows autocast.
-        along = (grad * self.values).sum(1, keepdim=True).masked_fill_(self.is_short, 0)
-        return grad.addcmul_(self.values, along, value=-1).div_(self.norm)
-
-
-@operator("proxy_logsumexp")
-def _proxy_logsumexp(
-    embeddings: Tensor,
-    proxies: Tensor,
-    classes: Tensor,
-    offsets: Tensor,
-    alpha: float,
-    normalize: bool,
-    budget: int,
-    save: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """positive [C], negative [C] and, if it is kept, alpha times the similarity [C, N], its rows padded."""
-    n_proxies, n_columns = proxies.shape[0], embeddings.shape[0]
-    positive, negative = embeddings.new_zeros(n_proxies), embeddings.new_zeros(n_proxies)
-    keep = _keeps_similarity(embeddings, proxies, save, budget)
-    kept = padded_scores(n_proxies if keep else 0, n_columns, embeddings)
-    similarity = kept[:, :n_columns]
-    scratch = empty_scores(0 if keep else _block_rows(embeddings, proxies, budget), n_columns, embeddings)
-    module = backend_module(backend, embeddings.device)
-    scaled = embeddings * alpha
-    for block in _blocks(embeddings, proxies, budget):
-        rows = _Rows(proxies[block], embeddings.dtype, normalize)
-        scores = similarity[block] if keep else scratch[: block.stop - block.start]
-        torch.mm(rows.values, scaled.T, out=scores)
-        module.proxy_logsumexp_forward(
-            scores, block.start, classes, offsets, positive[block], negative[block]
-        )
-    return positive, negative, kept
-
-
-@_proxy_logsumexp.register_fake
-def _(
-    embeddings: Tensor,
-    proxies: Tensor,
-    classes: Tensor,
-    offsets: Tensor,
-    alpha: float,
-    normalize: bool,
-    budget: int,
-    save: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    n_proxies = proxies.shape[0]
-    keep = _keeps_similarity(embeddings, proxies, save, budget)
-    kept = padded_scores(n_proxies if keep else 0, embeddings.shape[0], embeddings)
-    return embeddings.new_empty(n_proxies), embeddings.new_empty(n_proxies), kept
-
-
-@operator("proxy_logsumexp_backward")
-def _proxy_logsumexp_backward(
-    grad_positive: Tensor,
-    grad_negative: Tensor,
-    embeddings: Tensor,
-    proxies: Tensor,
-    classes: Tensor,
-    offsets: Tensor,
-    positive: Tensor,
-    negative: Tensor,
-    kept: Tensor,
-    alpha: float,
-    normalize: bool,
-    budget: int,
-    backend: str,
-    need_embeddings: bool,
-    need_proxies: bool,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of embeddings [N, D] and proxies [C, D]; an unneeded one is empty."""
-    grad_embeddings = torch.zeros_like(embeddings) if need_embeddings else embeddings.new_empty(0)
-    grad_proxies = torch.zeros_like(proxies) if need_proxies else proxies.new_empty(0)
-    block_rows, n_columns = _block_rows(embeddings, proxies, budget), embeddings.shape[0]
-    is_kept = kept.shape[0] > 0
-    similarity = kept[:, :n_columns]
-    scratch = empty_scores(0 if is_kept else block_rows, n_columns, embeddings)
-    scratch_grad = empty_scores(block_rows, n_columns, embeddings)
-    scratch_rows = embeddings.new_empty(block_rows if need_proxies else 0, embeddings.shape[1])
-    module = backend_module(backend, embeddings.device)
-    scaled = embeddings * alpha
-    for block in _blocks(embeddings, proxies, budget):
-        rows = _Rows(proxies[block], embeddings.dtype, normalize)
-        grad = scratch_grad[: block.stop - block.start]
-        scores = similarity[block] if is_kept else scratch[: block.stop - block.start]
-        if not is_kept:
-            torch.mm(rows.values, scaled.T, out=scores)
-        module.proxy_logsumexp_backward(
-            scores,
-            block.start,
-            classes,
+    def options(
+        self, embeddings: Tensor, own: slice, classes: Tensor, weights: Tensor | None
+    ) -> tuple[object, ...]:
+        """The options of the pass for the proxies `own`."""
+        is_inverted = self.distance is None or self.distance.is_inverted
+        constant = self.alpha * self.margin * (1 if is_inverted else -1)
+        dtype = accumulation_dtype(embeddings.dtype)
+        # What is added to the exponents of each embedding: -inf for a weight of 0.
+        if weights is None:
+            offsets = embeddings.new_full((embeddings.shape[0],), constant, dtype=dtype)
+        else:
+            offsets = weights.detach().to(dtype).log() + constant
+        options = (
+            classes.to(torch.int32),
             offsets,
-            positive[block],
-            negative[block],
-            grad_positive[block],
-            grad_negative[block],
-            grad,
+            float(self.alpha),
+            self.normalize_embeddings,
+            self.normalize_proxies,
+            own.start,
+            own.stop,
+            budget_bytes(embeddings.device, self.memory_budget),
+            selected_backend(),
         )
-        if need_embeddings:
-            grad_embeddings.addmm_(grad.T, rows.values)
-        if need_proxies:
-            # With out=, which autocast leaves alone: this may run inside a user's autocast.
-            grad_rows = torch.mm(grad, scaled, out=scratch_rows[: len(grad)])
-            grad_proxies[block] = rows.gradient(grad_rows)
-    return grad_embeddings.mul_(alpha), grad_proxies
+        return options if self.distance is None else (*options, self.distance)
 
 
-@_proxy_logsumexp_backward.register_fake
-def _(
-    grad_positive: Tensor,
-    grad_negative: Tensor,
+def proxy_sums(
+    embeddings: Tensor, proxies: Tensor, classes: Tensor, weights: Tensor | None, repulsion: Repulsion
+) -> ProxyLogSumExp:
+    """`proxy_logsumexp` with all options; classes: [N] int64, -1 for none."""
+    share, own = _own(proxies)
+    inputs, streamed = _inputs(embeddings, proxies, repulsion)
+    sums = streamed(inputs, *repulsion.options(embeddings, own, classes, weights))
+    return ProxyLogSumExp(*(sums if share is None else map(share.gather, sums)))
+
+
+def proxy_total(
     embeddings: Tensor,
     proxies: Tensor,
     classes: Tensor,
+    weights: Tensor | None,
+    repulsion: Repulsion,
+    factors: tuple[Tensor, Tensor],
+) -> Tensor:
+    """The sum of positive x factors[0] and negative x factors[1] over the proxies, whose gradient one walk gives.
+
+    factors: [C] each, constant, in the dtype of the sums. The other arguments are those of `proxy_sums`.
+    """
+    share, own = _own(proxies)
+    inputs, streamed = _inputs(embeddings, proxies, repulsion)
+    given = tuple(factor[own] for factor in factors)
+    sums, gradients = streamed.once(inputs, given, *repulsion.options(embeddings, own, classes, weights))
+    total = attach(torch.dot(sums[0], given[0]) + torch.dot(sums[1], given[1]), inputs, gradients)
+    return total if share is None else share.total(total)
+
+
+def _own(proxies: Tensor) -> tuple[Any, slice]:
+    """What this process computes, and its proxies."""
+    share = own_share(proxies.shape[0])
+    return share, slice(0, proxies.shape[0]) if share is None else share.rows
+
+
+def _inputs(embeddings: Tensor, proxies: Tensor, repulsion: Repulsion) -> tuple[Inputs, Pass]:
+    if repulsion.distance is None:
+        return (proxies, embeddings), _logsumexp
+    return (proxies, embeddings, *parameters_of(repulsion.distance)), _called
+
+
+def _run(
+    inputs: Inputs,
+    given: Sequence[Tensor],
+    needs: Sequence[bool],
+    classes: Tensor,
     offsets: Tensor,
-    positive: Tensor,
-    negative: Tensor,
-    kept: Tensor,
     alpha: float,
-    normalize: bool,
+    normalize_embeddings: bool,
+    normalize_proxies: bool,
+    first: int,
+    last: int,
     budget: int,
     backend: str,
-    need_embeddings: bool,
-    need_proxies: bool,
-) -> tuple[Tensor, Tensor]:
-    grad_embeddings = torch.empty_like(embeddings) if need_embeddings else embeddings.new_empty(0)
-    return grad_embeddings, torch.empty_like(proxies) if need_proxies else proxies.new_empty(0)
+    distance: Distance | None = None,
+) -> tuple[Tensor, ...]:
+    """positive and negative of the proxies first .. last - 1.
+
+    inputs: proxies, embeddings, and the parameters of the distance.
+    """
+    proxies, embeddings = inputs[:2]
+    assert proxies is not None
+    assert embeddings is not None
+    n_proxies, n_columns, device = last - first, embeddings.shape[0], embeddings.device
+    size = rows_per_block(n_proxies, n_columns, offsets.itemsize, device, budget)
+    own = slice(first, last)
+    source: Products | Called
+    if distance is None:
+        rows = PanelRows(proxies, offsets.dtype, normalize_proxies)
+        source = Products(rows, Rows(embeddings, None, normalize_embeddings), alpha, size, own, needs)
+    else:
+        factor = alpha if distance.is_inverted else -alpha
+        source = Called(inputs, _distances(distance, own, offsets.dtype, factor), needs)
+    positive, negative = offsets.new_zeros(2, n_proxies).unbind()
+    module = backend_module(backend, device)
+    for begin in range(0, n_proxies if n_columns else 0, size):
+        panel = slice(begin, min(begin + size, n_proxies))
+        scores = source.scores(panel)
+        sums = first + begin, classes, offsets, positive[panel], negative[panel]
+        kept = module.proxy_logsumexp_forward(scores, *sums)
+        if given:
+            grad = source.gradient(panel)
+            upstream = given[0][panel], given[1][panel]
+            module.proxy_logsumexp_backward(scores, *sums, *upstream, grad, **kept_for(kept))
+            source.add(panel, grad)
+    # An operator returns no views.
+    return positive.clone(), negative.clone(), *source.gradients()
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    embeddings, proxies, classes, offsets, alpha, normalize, budget, _, backend = inputs
-    ctx.save_for_backward(embeddings, proxies, classes, offsets, *output)
-    ctx.options = alpha, normalize, budget, backend
-    ctx.mark_non_differentiable(output[2])
-    ctx.set_materialize_grads(False)  # a gradient of zeros for the similarity would be as large as it
+def _distances(distance: Distance, own: slice, dtype: torch.dtype, factor: float) -> Callable[..., Tensor]:
+    def function(inputs: Sequence[Tensor], panel: slice, first_key: int) -> Tensor:
+        proxies, embeddings, *parameters = inputs
+        rows = proxies[own.start + panel.start : own.start + panel.stop].to(dtype)
+        matrix = call_with_parameters(distance, parameters, embeddings.to(dtype), rows)
+        return checked(matrix, embeddings.shape[0], rows.shape[0]).T * factor
+
+    return function
 
 
-def _backward(
-    ctx: Any, grad_positive: Tensor | None, grad_negative: Tensor | None, _: Any
-) -> tuple[Tensor | None, ...]:
-    need_embeddings, need_proxies = ctx.needs_input_grad[:2]
-    saved = ctx.saved_tensors  # checkpointing allows it to be read once
-    positive, negative = saved[4:6]
-    grad_embeddings, grad_proxies = _proxy_logsumexp_backward(
-        torch.zeros_like(positive) if grad_positive is None else grad_positive.contiguous(),
-        torch.zeros_like(negative) if grad_negative is None else grad_negative.contiguous(),
-        *saved,
-        *ctx.options,
-        need_embeddings,
-        need_proxies,
-    )
-    return (grad_embeddings if need_embeddings else None, grad_proxies if need_proxies else None, *[None] * 7)
+def _fake(inputs: Inputs, given: Sequence[Tensor], classes: Tensor, offsets: Tensor, *rest: Any) -> Any:
+    first, last = rest[3:5]
+    return offsets.new_empty(last - first), offsets.new_empty(last - first)
 
 
-_proxy_logsumexp.register_autograd(_backward, setup_context=_save_for_backward)
-_proxy_logsumexp_backward.register_autograd(refuse_second_derivative)
-
-
-class _DistanceLogSumExp(torch.autograd.Function):
-    """The same sums for any distance object, called on one block of proxies after the other."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        embeddings: Tensor,
-        proxies: Tensor,
-        classes: Tensor,
-        offsets: Tensor,
-        alpha: float,
-        distance: Distance,
-        budget: int,
-        backend: str,
-        *parameters: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        positive, negative = (embeddings.new_zeros(proxies.shape[0]) for _ in range(2))
-        scratch = empty_scores(_block_rows(embeddings, proxies, budget), embeddings.shape[0], embeddings)
-        module = backend_module(backend, embeddings.device)
-        factor = -alpha if _is_smaller_closer(distance) else alpha
-        for block in _blocks(embeddings, proxies, budget):
-            matrix = _matrix(distance, parameters, embeddings, proxies[block].to(embeddings.dtype))
-            scores = scratch[: block.stop - block.start]
-            torch.mul(matrix.T, factor, out=scores)
-            module.proxy_logsumexp_forward(
-                scores, block.start, classes, offsets, positive[block], negative[block]
-            )
-        ctx.save_for_backward(embeddings, proxies, classes, offsets, positive, negative, *parameters)
-        ctx.options = alpha, distance, budget, backend
-        return positive, negative
-
-    @staticmethod
-    def backward(ctx: Any, grad_positive: Tensor, grad_negative: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[:2] + ctx.needs_input_grad[8:]
-        grads = _DistanceLogSumExpBackward.apply(  # type: ignore[no-untyped-call]
-            grad_positive.contiguous(), grad_negative.contiguous(), needed, ctx.options, *ctx.saved_tensors
-        )
-        return (*grads[:2], *[None] * 6, *grads[2:])
-
-
-class _DistanceLogSumExpBackward(torch.autograd.Function):
-    """The gradients of embeddings, proxies and the distance's parameters; None where `needed` is False."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        grad_positive: Tensor,
-        grad_negative: Tensor,
-        needed: tuple[bool, ...],
-        options: tuple[float, Distance, int, str],
-        embeddings: Tensor,
-        proxies: Tensor,
-        classes: Tensor,
-        offsets: Tensor,
-        positive: Tensor,
-        negative: Tensor,
-        *parameters: Tensor,
-    ) -> tuple[Tensor | None, ...]:
-        alpha, distance, budget, backend = options
-        inputs = [embeddings, proxies, *parameters]
-        grads = {i: torch.zeros_like(inputs[i]) for i, need in enumerate(needed) if need}
-        scratch, scratch_grad = (
-            empty_scores(_block_rows(embeddings, proxies, budget), embeddings.shape[0], embeddings)
-            for _ in range(2)
-        )
-        module = backend_module(backend, embeddings.device)
-        factor = -alpha if _is_smaller_closer(distance) else alpha
-        for block in _blocks(embeddings, proxies, budget):
-            rows = proxies[block].to(embeddings.dtype, copy=True)
-            leaves = [
-                embeddings.detach().requires_grad_(needed[0]),
-                rows.requires_grad_(needed[1]),
-                *inputs[2:],
-            ]
-            with torch.enable_grad():
-                matrix = _matrix(distance, parameters, leaves[0], leaves[1])
-            scores, grad = scratch[: len(rows)], scratch_grad[: len(rows)]
-            torch.mul(matrix.detach().T, factor, out=scores)
-            module.proxy_logsumexp_backward(
-                scores,
-                block.start,
-                classes,
-                offsets,
-                positive[block],
-                negative[block],
-                grad_positive[block],
-                grad_negative[block],
-                grad,
-            )
-            wanted = [leaves[i] for i in grads]
-            with torch.autocast(embeddings.device.type, enabled=False):
-                block_grads = torch.autograd.grad(matrix, wanted, grad.mul_(factor).T, allow_unused=True)
-            for (i, total), block_grad in zip(grads.items(), block_grads, strict=True):
-                if block_grad is not None:
-                    (total[block] if leaves[i] is rows else total).add_(block_grad)
-        return tuple(grads.get(i) for i in range(len(inputs)))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        refuse_second_derivative(ctx, *grads)
-
-
-def _matrix(distance: Distance, parameters: Sequence[Tensor], embeddings: Tensor, rows: Tensor) -> Tensor:
-    """distance(embeddings [N, D], a block of proxies [rows, D]): [N, rows]."""
-    matrix = call_with_parameters(distance, parameters, embeddings, rows)
-    if matrix.shape != (embeddings.shape[0], rows.shape[0]):
-        raise ValueError(
-            f"distance must return shape {[embeddings.shape[0], rows.shape[0]]}, got {list(matrix.shape)}"
-        )
-    return matrix
+_logsumexp = Pass(
+    "proxy_logsumexp",
+    "Tensor classes, Tensor offsets, float alpha, bool normalize_embeddings, bool normalize_proxies, SymInt first, "
+    "SymInt last, int budget, str backend",
+    _run,
+    _fake,
+    n_results=2,
+)
+_called = OutsideGraph(_run, 2)

@@ -1,7 +1,8 @@
-"""The walk over row blocks of a similarity matrix that is never held as a whole unless it fits the memory budget."""
+"""Panels of rows of a similarity matrix that is never held as a whole."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,12 +15,13 @@ MEBIBYTE = 1 << 20
 # A block is written by a GEMM and read by a reduction; in the backward pass its gradient lies beside it, and two GEMMs
 # read that. Half of the last-level cache each, and most of both is still there. A larger block costs memory bandwidth
 # only; below 16 MiB, which take 8 us at 2 TB/s, the launches cost as much. So a block on CUDA is half of the L2 cache
-# (50 MB on H100) within these limits; ROCm reports the cache of one die. On the CPU that was measured, with 32 MiB of
-# last-level cache, PNP of 4096 rows takes 1.1 times as long with blocks of 2 MiB, and no less with 8 than with 4.
-BLOCK_BYTES = {"cpu": 4 * MEBIBYTE, "cuda": 64 * MEBIBYTE}
+# (50 MB on H100) within these limits; ROCm reports the cache of one die. On a CPU a block is small, because eager holds
+# the derivatives for every positive beside it; but with fewer rows than MIN_ROWS the GEMM reads its keys too often.
+BLOCK_BYTES = {"cpu": 2 * MEBIBYTE, "cuda": 64 * MEBIBYTE}
 LEAST_CUDA_BLOCK_BYTES = 16 * MEBIBYTE
-# Fewer rows than this starve the GEMM and leave multiprocessors without a program.
-MIN_ROWS = {"cpu": 16, "cuda": 64}
+# Fewer rows than this starve the GEMM and leave multiprocessors without a program. On a CPU, where a block may then be
+# twice as large, a quarter of it at any length of a row.
+MIN_ROWS = {"cpu": 64, "cuda": 64}
 # Kernels address rows in units of this many elements, which keeps loads vectorised for every N.
 ROW_STRIDE_UNIT = 16
 
@@ -44,16 +46,14 @@ def budget_bytes(device: torch.device, requested: int | None = None) -> int:
     return requested
 
 
-def keeps_similarity(rows: int, columns: int, itemsize: int, budget: int) -> bool:
-    """Whether the whole similarity matrix fits the budget and is kept for the backward pass."""
-    return rows * columns * itemsize <= budget
-
-
 def rows_per_block(rows: int, columns: int, itemsize: int, device: torch.device, budget: int) -> int:
     """Rows of one block: cache-sized, never more than the budget allows."""
     kind = "cuda" if device.type == "cuda" else "cpu"
     row_bytes = max(1, columns * itemsize)
-    target = max(_block_bytes(device) // row_bytes, MIN_ROWS[kind])
+    block, least = _block_bytes(device), MIN_ROWS[kind]
+    if kind == "cpu":
+        least = max(least // 4, min(least, 2 * block // row_bytes))
+    target = max(block // row_bytes, least)
     return max(1, min(target, budget // row_bytes, rows))
 
 
@@ -83,67 +83,101 @@ def given_or_zero(grad: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if grad is None else grad.contiguous()
 
 
-class Block(NamedTuple):
-    """A slice of the queries and their pairs."""
+class Panel(NamedTuple):
+    """A slice of the queries and their positives."""
 
     rows: slice
     positives: Positives
 
 
-class PairSizes(NamedTuple):
-    """Of each row block, the largest count and the number of pairs."""
-
-    largest: list[int]
-    total: list[int]
+# Ranks, scores and slopes, against the negatives and against the positives, their gradients, and what a function of
+# them needs: numbers that are held for each pair of a panel.
+NUMBERS_PER_PAIR = 32
 
 
-def pair_sizes(count: Tensor, block_rows: int) -> PairSizes:
-    """The sizes of the blocks of block_rows queries with count [Q] pairs each, in one host sync."""
-    n_blocks = -(-count.shape[0] // block_rows)
-    padded = torch.nn.functional.pad(count, (0, n_blocks * block_rows - count.shape[0]))
-    blocks = padded.view(n_blocks, block_rows)
-    return PairSizes(*torch.stack([blocks.amax(1), blocks.sum(1)]).tolist())
+@dataclass(frozen=True)
+class Panels:
+    """The panels of `height` queries that a pass walks over, made once for a call.
 
-
-class BlockPlan:
-    """The row blocks of a call, and the place of every pair in the flat tensors [n_pairs]; `largest` bounds a class.
-
-    start, count: [Q] int64. width: a bound of count. sizes: the largest count of each block and the number of pairs,
-    which go before. Without either they are read from the device, in one host sync.
+    start, count: [Q] int64, the positives of each query. n_keys: the number of columns. widths: the largest count of
+    each panel, or a bound of it; are_full: whether all rows of the panel are known to have as many positives. total:
+    the sum of the counts, or a bound of it, where it was asked for.
     """
 
-    def __init__(
-        self,
+    start: Tensor
+    count: Tensor
+    n_keys: int
+    height: int
+    widths: list[int]
+    are_full: list[bool]
+    total: int = -1
+
+    def __post_init__(self) -> None:
+        if len(self.widths) != -(-self.count.shape[0] // self.height):
+            raise ValueError(f"height is {self.height}: expected {len(self.widths)} panels of it")
+
+    @classmethod
+    def of(
+        cls,
         start: Tensor,
         count: Tensor,
-        block_rows: int,
-        width: int | None = None,
-        sizes: tuple[Sequence[int], int] | None = None,
-    ) -> None:
+        n_keys: int,
+        itemsize: int,
+        budget: int,
+        bound: int | None = None,
+        with_total: bool = False,
+    ) -> "Panels":
+        """bound: of the class sizes, asserted on the device. Without it they are read from the device, in one host
+        sync; in a second one where a panel has so many pairs that it must be lower.
+        """
         # Kernels read both with a stride of one element.
-        self.start, self.count, self.block_rows = start.contiguous(), count.contiguous(), block_rows
-        self.offset = torch.cumsum(count, 0) - count
-        if sizes is not None:
-            self.widths, self.n_pairs = list(sizes[0]), sizes[1]
-        elif width is not None:
-            self.widths = [width] * -(-len(count) // block_rows)
-            self.n_pairs = len(count) * width
-        else:
-            read = pair_sizes(count, block_rows)
-            self.widths, self.n_pairs = read.largest, sum(read.total)
-        self.largest = max(self.widths, default=0)
+        start, count = start.contiguous(), count.contiguous()
+        n_rows = count.shape[0]
+        height = rows_per_block(n_rows, n_keys, itemsize, count.device, budget)
+        if bound is not None:
+            torch._assert_async((count <= bound).all(), "a class is larger than max_class_size")
+            height = _height_for_pairs(height, bound, itemsize, budget)
+            n_panels = -(-n_rows // height)
+            return cls(start, count, n_keys, height, [bound] * n_panels, [False] * n_panels, n_rows * bound)
+        least, largest, sums = _extremes(count, height, with_total)
+        lower = _height_for_pairs(height, max(largest, default=0), itemsize, budget)
+        if lower < height:
+            height = lower
+            least, largest, sums = _extremes(count, height, with_total)
+        are_full = [a == b for a, b in zip(least, largest, strict=True)]
+        return cls(start, count, n_keys, height, largest, are_full, sum(sums))
 
-    def __iter__(self) -> Iterator[Block]:
-        """The blocks that have pairs."""
-        for index, width in enumerate(self.widths):
-            if width:
-                rows = slice(index * self.block_rows, min((index + 1) * self.block_rows, len(self.count)))
-                yield Block(rows, Positives(self.start[rows], self.count[rows], self.offset[rows], width))
+    @property
+    def largest(self) -> int:
+        """A bound of all counts."""
+        return max(self.widths, default=0)
+
+    def __iter__(self) -> Iterator[Panel]:
+        n_rows, start, count = self.count.shape[0], self.start, self.count
+        for index, (width, is_full) in enumerate(zip(self.widths, self.are_full, strict=True)):
+            rows = slice(index * self.height, min((index + 1) * self.height, n_rows))
+            if len(self.widths) > 1:
+                start, count = self.start[rows], self.count[rows]
+            yield Panel(rows, Positives(start, count, self.n_keys, width, is_full))
 
 
-def own_columns(positives: Positives, n_keys: int) -> tuple[Tensor, Tensor]:
-    """The class range of each row as [rows, width], and which slots it uses; the others repeat its first column."""
-    slot = torch.arange(positives.width, device=positives.start.device)
-    used = slot < positives.count[:, None]
-    columns = (positives.start[:, None] + slot).clamp_(max=n_keys - 1)
-    return torch.where(used, columns, columns[:, :1]), used
+def _height_for_pairs(height: int, width: int, itemsize: int, budget: int) -> int:
+    """At most `height`, so that what is held for the pairs of a panel fits the budget."""
+    return max(1, min(height, budget // max(1, NUMBERS_PER_PAIR * itemsize * width)))
+
+
+def _extremes(count: Tensor, height: int, with_total: bool) -> list[list[int]]:
+    """The smallest and the largest count of each panel of `height` queries, and their sum, in one host sync."""
+    n_rows = count.shape[0]
+    if n_rows == 0:
+        return [[], [], []]
+    # The last panel is filled up with copies of its last row.
+    padding = -n_rows % height
+    panels = (torch.cat([count, count[-1:].expand(padding)]) if padding and height < n_rows else count).view(
+        -1, min(height, n_rows)
+    )
+    facts = list(torch.aminmax(panels, dim=1))
+    if with_total:
+        facts.append(count.sum().expand(len(panels)))
+    read = torch.stack(facts).tolist()
+    return [*read[:2], read[2][:1] if with_total else []]
