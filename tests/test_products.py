@@ -24,11 +24,6 @@ SCORE_ERROR = 16 * 2.0**-24
 GRADIENT_ERROR = 1.1 * 2.0**-17
 
 
-@pytest.fixture(autouse=True)
-def no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(products.ENVIRONMENT_VARIABLE, raising=False)
-
-
 def some_rows(n: int, dtype: torch.dtype, device: torch.device, dimension: int = 24) -> Tensor:
     """[n, D] of lengths between 0.1 and 10."""
     length = 10 ** (2 * torch.rand(n, 1, dtype=torch.float64) - 1)
@@ -89,20 +84,38 @@ def test_unknown_modes(monkeypatch: pytest.MonkeyPatch) -> None:
         products.resolve_mode(None, torch.float64, cpu)
 
 
+@pytest.fixture
+def usable(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU whose half precision products are right; nothing is computed there."""
+    monkeypatch.setattr(products, "split_unusable", lambda device: None)
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_auto_on_a_gpu(dtype: torch.dtype, usable: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert products.resolve_mode(None, dtype, usable) == "split"
+    assert products.resolve_mode("ieee", dtype, usable) == "ieee"
+    monkeypatch.setattr(products, "split_unusable", lambda device: "it errs")
+    assert products.resolve_mode(None, dtype, usable) == "ieee"
+    assert products.resolve_mode("split", dtype, usable) == "split"
+
+
 @pytest.mark.parametrize("precision", ["high", "medium"])
-def test_the_switch_for_tf32_is_for_float32_rows(precision: str) -> None:
-    cpu = torch.device("cpu")
+def test_auto_leaves_float32_rows_to_tf32(precision: str, usable: torch.device) -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
-        assert products.resolve_mode("split", torch.float32, cpu) == "ieee"
-        assert products.resolve_mode("split", torch.float16, cpu) == "split"
+        assert products.resolve_mode("auto", torch.float32, usable) == "ieee"
+        assert products.resolve_mode("split", torch.float32, usable) == "split"
+        assert products.resolve_mode("auto", torch.float16, usable) == "split"
     finally:
         torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize(("precision", "expected"), [("tf32", "ieee"), ("ieee", "split"), ("none", "split")])
-def test_the_switch_of_a_backend(precision: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_switch_of_a_backend(
+    precision: str, expected: str, usable: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After it was used, torch refuses to tell the common one."""
 
     class Matmul:
@@ -113,7 +126,7 @@ def test_the_switch_of_a_backend(precision: str, expected: str, monkeypatch: pyt
 
     monkeypatch.setattr(torch.backends.cuda, "matmul", Matmul())
     monkeypatch.setattr(torch, "get_float32_matmul_precision", refuse)
-    assert products.resolve_mode("split", torch.float32, torch.device("cpu")) == expected
+    assert products.resolve_mode("auto", torch.float32, usable) == expected
 
 
 def test_float16_sums_of_torch_are_not_for_float16_terms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,15 +168,25 @@ def test_ieee_is_what_torch_computes(dtype: torch.dtype, normalize: bool, device
     assert_same(all_scores(operand, operand).contiguous(), values @ values.T)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_factors_may_be_left_to_a_kernel(dtype: torch.dtype, device: torch.device) -> None:
-    rows = some_rows(11, dtype, device)
-    operand = prepared(rows, True, "split")
-    plain = empty_scores(4, 11, upcast(rows[:0]))
-    products.scores(operand, slice(2, 6), operand, 3.0, plain, factors=False)
-    if operand.factor is not None:
-        plain = plain * operand.factor[2:6, None] * operand.factor
-    assert_same(plain.contiguous(), all_scores(operand, operand, 3.0)[2:6].contiguous())
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_some_of_the_keys(mode: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Scores and the gradient of queries of the keys from 16 on are those of an operand of these."""
+    queries, keys = some_rows(9, dtype, device), some_rows(31, dtype, device)
+    left, whole, part = (prepared(rows, True, mode) for rows in (queries, keys, keys[16:]))
+    rows, columns, like = slice(2, 8), slice(16, None), upcast(keys[:0])
+    scores = [empty_scores(6, 15, like) for _ in range(2)]
+    products.scores(left, rows, whole, 2.0, scores[0], columns)
+    products.scores(left, rows, part, 2.0, scores[1])
+    tolerance = 4 * torch.finfo(like.dtype).eps
+    assert_close(scores[0], scores[1], atol=2 * tolerance)
+    gradient = some_gradient(6, 15, like)
+    totals = [torch.zeros(6, 24, dtype=like.dtype, device=device) for _ in range(2)]
+    terms = products.gradient_terms(gradient.clone(), left, rows, whole, columns)
+    products.add_query_gradient(terms, whole, totals[0], 1.0, columns)
+    terms = products.gradient_terms(gradient.clone(), left, rows, part)
+    products.add_query_gradient(terms, part, totals[1])
+    assert_close(totals[0], totals[1], atol=20 * tolerance * float(totals[1].abs().max()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
@@ -246,7 +269,7 @@ def test_gradient_of_rows(
         gradient = empty_scores(part.stop - begin, 14, total).copy_(weights[part])
         scratch = torch.empty_like(gradient)
         if panel == 14:
-            products.add_symmetric_gradient(gradient, operand, total, 5.0, scratch=scratch)
+            total = products.symmetric_gradient(gradient, operand, 5.0, scratch)
             continue
         terms = products.gradient_terms(gradient, operand, part, operand, scratch=scratch)
         products.add_query_gradient(terms, operand, total[part], 5.0)
@@ -257,20 +280,6 @@ def test_gradient_of_rows(
     tolerance = eps if dtype.itemsize == 2 else 20 * eps + (1e-5 if mode == "split" else 0)
     off = (found.double() - exact).norm(dim=1) / exact.norm(dim=1)
     assert float(off.max()) <= (tolerance if dtype != torch.float64 else 20 * eps)
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_a_kernel_may_weigh_the_gradient(dtype: torch.dtype, device: torch.device) -> None:
-    operand = prepared(some_rows(8, dtype, device), True, "split")
-    gradient = some_gradient(3, 8, torch.empty(0, device=device))
-    weighed = gradient.clone()
-    if operand.weighs_gradient:
-        assert operand.factor is not None
-        weighed = weighed * operand.factor[2:5, None] * operand.factor
-    by_us = products.gradient_terms(gradient, operand, slice(2, 5), operand)
-    by_kernel = products.gradient_terms(weighed, operand, slice(2, 5), operand, factors=False)
-    assert operand.weighs_gradient == (dtype != torch.float32)
-    assert_same(by_us, by_kernel)
 
 
 @pytest.mark.parametrize("columns", [1, 7, 16, 31])

@@ -13,7 +13,7 @@ import torch
 
 from tritonloss.ops.panels import (
     Panels,
-    Products,
+    ProductCost,
     gradient_work,
     item_bytes,
     plan_panels,
@@ -265,7 +265,7 @@ def _spec_of(device: str | DeviceSpec) -> DeviceSpec:
     raise ValueError(f"device is {device!r}: expected one of {', '.join(DEVICES)}, or a DeviceSpec")
 
 
-def _flop_rate(of: Products, spec: DeviceSpec, assume: Assumptions) -> float:
+def _flop_rate(of: ProductCost, spec: DeviceSpec, assume: Assumptions) -> float:
     share = assume.tensor_share if of.unit in ("tensor", "tf32") else assume.vector_share
     rate: float = getattr(spec, of.unit)
     return rate * share
@@ -275,7 +275,7 @@ def _instructions(kind: str, per_class: int, assume: Assumptions) -> float:
     return assume.triple * per_class if kind == TRIPLES else assume.pair
 
 
-def _kernel_bytes(pairs: int, of: Products, dtype: torch.dtype, assume: Assumptions) -> tuple[int, int]:
+def _kernel_bytes(pairs: int, of: ProductCost, dtype: torch.dtype, assume: Assumptions) -> tuple[int, int]:
     """Of the forward kernel, which reads the scores, and the backward kernel, which writes their gradient as well."""
     item = item_bytes(of)
     forward, backward = item, 2 * item
@@ -286,7 +286,7 @@ def _kernel_bytes(pairs: int, of: Products, dtype: torch.dtype, assume: Assumpti
 
 
 def _memory(
-    panels: Panels, queries: int, keys: int, d: int, of: Products, dtype: torch.dtype, backward: bool
+    panels: Panels, queries: int, keys: int, d: int, of: ProductCost, dtype: torch.dtype, backward: bool
 ) -> int:
     """Buffers of a panel (one without a backward pass), sorted rows, operands, sums and the gradient of the rows."""
     entries = d * (keys if queries == keys else queries + keys)

@@ -9,9 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-from tritonloss.ops.products import LONGEST_DOT, LONGEST_SUM_OF_ROWS
-from tritonloss.ops.streaming import ROW_STRIDE_UNIT
-
+# Kernels address rows in units of this many elements, which keeps loads vectorised for every N.
+ROW_STRIDE_UNIT = 16
+# Tensor cores may round sums towards zero. That error grows with the length of a sum, where rounding to nearest grows
+# with its root. So longer sums are cut, and float32 additions put them together. A cut of scores costs 8 bytes of
+# memory traffic for each pair, and sums of 512 columns are as exact as those of IEEE (see bench.precision).
+LONGEST_DOT = 512
+LONGEST_SUM_OF_ROWS = 8192
 # Beyond 4096 rows the keys are next to nothing beside the scores themselves (D = 512: 2.5 bytes a pair of about 25).
 # From 2048 to 4096 a step gains a few percent, for which no more than a quarter of the budget is taken.
 TALL, TALLEST = 2048, 4096
@@ -81,7 +85,7 @@ def _height(n_queries: int, row_bytes: int, budget: int) -> int:
     return min(most, -(-even // TILE) * TILE)
 
 
-class Products(NamedTuple):
+class ProductCost(NamedTuple):
     """What the products of `tritonloss.ops.products` take for rows of one dtype in one mode.
 
     score_products, gradient_products: products of the terms in one product of scores, and in one of the two products
@@ -105,16 +109,16 @@ class Products(NamedTuple):
 
 
 MODES = {
-    ("ieee", torch.float64): Products(1, 1, 8, 8, 8, 8, 0, "float64"),
-    ("ieee", torch.float32): Products(1, 1, 4, 4, 4, 4, 0, "float32"),
-    ("tf32", torch.float32): Products(1, 1, 4, 4, 4, 4, 0, "tf32"),
-    ("split", torch.float32): Products(3, 5, 6, 10, 10, 8, 6, "tensor"),
-    ("split", torch.float16): Products(1, 4, 2, 8, 8, 0, 4, "tensor"),
-    ("split", torch.bfloat16): Products(1, 2, 2, 4, 4, 2, 0, "tensor"),
+    ("ieee", torch.float64): ProductCost(1, 1, 8, 8, 8, 8, 0, "float64"),
+    ("ieee", torch.float32): ProductCost(1, 1, 4, 4, 4, 4, 0, "float32"),
+    ("tf32", torch.float32): ProductCost(1, 1, 4, 4, 4, 4, 0, "tf32"),
+    ("split", torch.float32): ProductCost(3, 5, 6, 10, 10, 8, 6, "tensor"),
+    ("split", torch.float16): ProductCost(1, 4, 2, 8, 8, 0, 4, "tensor"),
+    ("split", torch.bfloat16): ProductCost(1, 2, 2, 4, 4, 2, 0, "tensor"),
 }
 
 
-def products_of(mode: str, dtype: torch.dtype) -> Products:
+def products_of(mode: str, dtype: torch.dtype) -> ProductCost:
     """The entry of MODES. float64 is IEEE in every mode, and half precision in IEEE or TF32 is converted to float32.
 
     Raises ValueError for another mode or dtype.
@@ -137,7 +141,7 @@ class Work(NamedTuple):
     bytes: int
 
 
-def score_work(panels: Panels, n_queries: int, n_keys: int, dimension: int, of: Products, l2: int) -> Work:
+def score_work(panels: Panels, n_queries: int, n_keys: int, dimension: int, of: ProductCost, l2: int) -> Work:
     """Of the product of scores: 2 Q N D flop for each product of terms; every score is written.
 
     Every panel reads the keys, once if they outgrow L2 (`l2` bytes), else all panels together.
@@ -150,7 +154,9 @@ def score_work(panels: Panels, n_queries: int, n_keys: int, dimension: int, of: 
     return Work(2 * pairs * dimension * of.score_products, pairs * item * (2 * pieces - 1) + reads)
 
 
-def gradient_work(panels: Panels, n_queries: int, n_keys: int, dimension: int, of: Products, l2: int) -> Work:
+def gradient_work(
+    panels: Panels, n_queries: int, n_keys: int, dimension: int, of: ProductCost, l2: int
+) -> Work:
     """Of both products of the gradient: 2 Q N D flop for each product of terms, twice.
 
     Each product of terms reads the gradient of the scores once, reads rows, and reads and writes the sums that it adds
@@ -165,6 +171,6 @@ def gradient_work(panels: Panels, n_queries: int, n_keys: int, dimension: int, o
     return Work(4 * pairs * dimension * of.gradient_products, 2 * pairs * of.gradient_bytes + keys + queries)
 
 
-def item_bytes(of: Products) -> int:
+def item_bytes(of: ProductCost) -> int:
     """Of a score, and of every sum."""
     return 8 if of.unit == "float64" else 4

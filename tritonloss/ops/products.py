@@ -16,16 +16,22 @@ A walk over panels makes these calls, once for each call of a loss or once for e
         add_key_gradient(terms, operand, panel, total, 1 / temperature)
     gradient = row_gradient(total, operand)
 
+`tritonloss.ops.sources.Products` does so for every loss.
+
 All of it runs without autograd and is no matter of autocast, which leaves operations alone that are given their output.
 """
 
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tritonloss.backends import eager
+from tritonloss.ops.panels import LONGEST_DOT, LONGEST_SUM_OF_ROWS
+from tritonloss.ops.streaming import empty_scores
 from tritonloss.types import upcast
 
 ENVIRONMENT_VARIABLE = "TRITONLOSS_PRODUCTS"
@@ -35,11 +41,8 @@ SHORTEST = 1e-12
 # Float16 terms hold a row in units of 1 / UNIT, and no entry of it reaches 2: then the lower term of an entry of 2^-11
 # is still a normal float16 with all of its bits.
 UNIT = 2.0**14
-# Tensor cores may round sums towards zero. That error grows with the length of a sum, where rounding to nearest grows
-# with its root. So longer sums are cut, and float32 additions put them together. A cut of scores costs 8 bytes of
-# memory traffic for each pair, and sums of 512 columns are as exact as those of IEEE (see bench.precision).
-LONGEST_DOT = 512
-LONGEST_SUM_OF_ROWS = 8192
+# Rows of a transpose that is added as it is: what its strides touch is still in the first caches.
+MAX_STRIDED = 128
 EXPONENT_BITS = 0x7F800000
 LEAST_POWER, LARGEST_POWER = 2.0**-126, 2.0**127
 
@@ -50,25 +53,33 @@ def resolve_mode(requested: str | None, dtype: torch.dtype, device: torch.device
     requested: the option `products=`: "ieee", "split" or "auto"; None stands for TRITONLOSS_PRODUCTS, and "auto" where
     that is not set. "auto" is "split" on CUDA and ROCm unless `split_unusable` has a reason, and "ieee" elsewhere.
 
-    float64 is always "ieee". So are float32 rows where torch was asked for TF32, and all rows but those in bfloat16
-    where torch may add float16 products in float16 (`torch.backends.cuda.matmul.allow_fp16_accumulation`).
+    "auto" leaves float32 rows to torch where it was asked for TF32. float64 is always "ieee", and so are all rows but
+    those in bfloat16 where torch may add float16 products in float16
+    (`torch.backends.cuda.matmul.allow_fp16_accumulation`).
 
     Raises ValueError for another name.
     """
-    source = "products"
-    if requested is None:
-        source, requested = ENVIRONMENT_VARIABLE, os.environ.get(ENVIRONMENT_VARIABLE) or "auto"
-    if requested not in PRODUCTS:
-        raise ValueError(f"{source} is {requested!r}: expected one of {', '.join(PRODUCTS)}")
+    requested = requested_products(requested)
     if requested == "ieee" or dtype == torch.float64:
         return "ieee"
-    if requested == "auto" and (device.type != "cuda" or split_unusable(device) is not None):
-        return "ieee"
-    if dtype == torch.float32 and _asks_for_tf32():
-        return "ieee"
+    if requested == "auto":
+        if device.type != "cuda" or (dtype == torch.float32 and _asks_for_tf32()):
+            return "ieee"
+        if split_unusable(device) is not None:
+            return "ieee"
     if dtype != torch.bfloat16 and getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False):
         return "ieee"
     return "split"
+
+
+def requested_products(option: str | None) -> str:
+    """The option `products=`, or TRITONLOSS_PRODUCTS if it is None, or "auto". Raises ValueError for another name."""
+    source = "products"
+    if option is None:
+        source, option = ENVIRONMENT_VARIABLE, os.environ.get(ENVIRONMENT_VARIABLE) or "auto"
+    if option not in PRODUCTS:
+        raise ValueError(f"{source} is {option!r}: expected one of {', '.join(PRODUCTS)}")
+    return option
 
 
 def _asks_for_tf32() -> bool:
@@ -86,12 +97,12 @@ class Operand:
     split: whether the mode is "split".
     left, right: [N, K], what is multiplied as a query and as a key; the product is in units of unit^-2.
     factor: [N] float32, what scores of each row are multiplied by; None for 1.
-    weighs_gradient: whether the gradient of the scores is multiplied by `factor` too, before it is multiplied by rows.
     norm: [N, 1], of at least 1e-12; None if the rows are not normalised.
     divisor: [N, 1], what the sum of gradient products is divided by in the end; None for 1.
+    passes: has the passes over a panel, `weigh` and `split_in_two`: a module of `tritonloss.backends`.
     """
 
-    __slots__ = ("_terms", "divisor", "factor", "left", "norm", "raw", "right", "split", "unit")
+    __slots__ = ("_terms", "divisor", "factor", "left", "norm", "passes", "raw", "right", "split", "unit")
 
     def __init__(
         self,
@@ -109,10 +120,12 @@ class Operand:
         self.raw, self.left, self.right, self.split = raw, left, right, split
         self.unit, self.factor, self.norm, self.divisor = unit, factor, norm, divisor
         self._terms = terms
+        self.passes: Any = eager
 
     @property
-    def weighs_gradient(self) -> bool:
-        return self.factor is not None and self.norm is not None
+    def gradient_factor(self) -> Tensor | None:
+        """[N], what the gradient of the scores is multiplied by before it is multiplied by rows; None for 1."""
+        return None if self.norm is None else self.factor
 
     @property
     def terms(self) -> tuple[Tensor, ...]:
@@ -129,7 +142,7 @@ class Operand:
         return upcast(self.raw) if self.norm is None else self.raw / self.norm
 
 
-def prepare(rows: Tensor, *, normalize: bool, mode: str) -> Operand:
+def prepare(rows: Tensor, *, normalize: bool, mode: str, passes: Any = eager) -> Operand:
     """`rows` as an operand: once for each call of a loss, for all panels.
 
     Both operands of a product need the same mode, and rows of the same dtype; else convert both to float32 before.
@@ -138,15 +151,16 @@ def prepare(rows: Tensor, *, normalize: bool, mode: str) -> Operand:
         rows: [N, D] floating, on any device, contiguous or not. The operand keeps it, and may return it as a term.
         normalize: divide each row by its Euclidean norm, or by 1e-12 where that is larger.
         mode: of `resolve_mode`. "split" loses what is below 2^-39 of a unit row in float32.
+        passes: of queries, the module whose passes over a panel "split" takes.
 
     Time O(N D). Memory, in bytes for each of N D entries: "ieee" 4 if normalised or half precision (8 in float64);
     "split" 8 for float32, 2 for bfloat16 if normalised, none for float16; for gradients 6, 0 and 4 more.
     """
     if mode == "ieee" or rows.shape[1] == 0:
         return _prepare_values(rows, normalize)
-    if rows.dtype == torch.float32:
-        return _prepare_two_terms(rows, normalize)
-    return _prepare_one_term(rows, normalize)
+    operand = (_prepare_two_terms if rows.dtype == torch.float32 else _prepare_one_term)(rows, normalize)
+    operand.passes = passes
+    return operand
 
 
 def _prepare_values(rows: Tensor, normalize: bool) -> Operand:
@@ -220,38 +234,31 @@ def _row_terms(x: Tensor) -> tuple[Tensor, ...]:
     return tuple(space.unbind())
 
 
-def _gradient_halves(x: Tensor, scratch: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x as high + low in bfloat16: 16 bits, with the range of float32."""
-    high, low = _halves_of(
-        torch.empty_like(x, memory_format=torch.contiguous_format) if scratch is None else scratch
-    ).unbind()
-    high.copy_(x)
-    torch.sub(x, high, out=low)
-    return high, low
+ALL = slice(None)
 
 
 def scores(
-    queries: Operand, rows: slice, keys: Operand, scale: float, out: Tensor, *, factors: bool = True
+    queries: Operand, rows: slice, keys: Operand, scale: float, out: Tensor, columns: slice = ALL
 ) -> None:
-    """out = scale * (queries[rows] @ keys.T), of normalised rows where these were asked for.
+    """out = scale * (queries[rows] @ keys[columns].T), of normalised rows where these were asked for.
 
     Args:
-        rows: the panel of the queries.
-        out: [rows, N], float32 (float64 for rows in float64), entries of a row adjacent; what it holds is not read.
-        factors: False leaves out `queries.factor` and `keys.factor`, for a kernel that multiplies them while it reads.
-            That saves one or two passes over `out`; without any factor it changes nothing.
+        rows, columns: the queries and the keys of the panel.
+        out: [rows, columns], float32 (float64 for rows in float64), entries of a row adjacent, in "split" as
+            `empty_scores` gives it; what it holds is not read.
 
-    Time O(rows N D), with one product in "ieee" and half precision, three for float32 rows in "split".
+    Time O(rows columns D), with one product in "ieee" and half precision, three for float32 rows in "split".
     """
-    left = queries.left[rows]
+    left, right = queries.left[rows], keys.right[columns].T
     if not queries.split:
-        torch.addmm(out, left, keys.right.T, beta=0, alpha=scale, out=out)
+        torch.addmm(out, left, right, beta=0, alpha=scale, out=out)
         return
     alpha = scale / (queries.unit * keys.unit)
     longest_first = left.shape[1] - max(0, queries.raw.shape[1] - LONGEST_DOT)
-    _multiply_in_pieces(out, left, keys.right.T, alpha, 0.0, longest_first, LONGEST_DOT)
-    if factors:
-        _weigh(out, queries.factor, rows, keys.factor)
+    _multiply_in_pieces(out, left, right, alpha, 0.0, longest_first, LONGEST_DOT)
+    of_rows, of_columns = _both(queries.factor, rows, keys.factor, columns, out)
+    if of_rows is not None:
+        queries.passes.weigh(out, of_rows, of_columns)
 
 
 def gradient_terms(
@@ -259,65 +266,67 @@ def gradient_terms(
     queries: Operand,
     rows: slice,
     keys: Operand,
+    columns: slice = ALL,
     *,
     scratch: Tensor | None = None,
-    factors: bool = True,
 ) -> tuple[Tensor, ...]:
     """The gradient of the scores of a panel as the terms that both of its products take: once for each panel.
 
-    In "ieee" it is the gradient itself. In "split" it is a sum of two bfloat16 terms [rows, N], which err by 2^-17 of
-    each entry, whatever the range of the entries.
+    In "ieee" it is the gradient itself. In "split" it is a sum of two bfloat16 terms [rows, columns], which err by
+    2^-17 of each entry, whatever the range of the entries.
 
     Args:
-        gradient: [rows, N]; it is multiplied by the factors in place.
-        scratch: [rows, N] float32, entries of a row adjacent, such as the scores once they are no longer needed. It
-            takes the terms, which then need no memory of their own.
-        factors: False if a kernel has multiplied `gradient` by the factors of both rows already. These apply where
-            `weighs_gradient`.
+        gradient: [rows, columns] as `scores` takes it; it may be overwritten.
+        scratch: such memory too, as that of the scores once they are no longer needed. It takes the terms, which then
+            need no memory of their own.
     """
     if not queries.split:
         return (gradient,)
-    if factors:
-        _weigh_gradient(gradient, queries, rows, keys)
-    return _gradient_halves(gradient, scratch)
+    if scratch is None:
+        scratch = empty_scores(gradient.shape[0], gradient.shape[1], gradient)
+    high, low = _halves_of(scratch).unbind()
+    factors = _both(queries.gradient_factor, rows, keys.gradient_factor, columns, gradient)
+    queries.passes.split_in_two(gradient, *factors, high, low)
+    return high, low
 
 
-def add_query_gradient(terms: tuple[Tensor, ...], keys: Operand, out: Tensor, scale: float = 1.0) -> None:
-    """out += scale * (gradient @ keys); out: [rows, D] contiguous, in the dtype that is computed in.
+def add_query_gradient(
+    terms: tuple[Tensor, ...], keys: Operand, out: Tensor, scale: float = 1.0, columns: slice = ALL
+) -> None:
+    """out += scale * (gradient @ keys[columns]); out: [rows, D] contiguous, in the dtype that is computed in.
 
-    terms: of `gradient_terms`. Time O(rows N D): in "ieee" one product, else two for
-    bfloat16 rows, four for float16 and five for float32.
+    terms: of `gradient_terms`. Time O(rows columns D): in "ieee" one product, else two for bfloat16 rows, four for
+    float16 and five for float32.
     """
-    _add_products(out, terms, keys.terms, scale)
+    _add_products(out, terms, tuple(term[columns] for term in keys.terms), scale)
 
 
 def add_key_gradient(
     terms: tuple[Tensor, ...], queries: Operand, rows: slice, out: Tensor, scale: float = 1.0
 ) -> None:
-    """out += scale * (gradient.T @ queries[rows]); out: [N, D]; otherwise as `add_query_gradient`."""
+    """out += scale * (gradient.T @ queries[rows]); out: [columns, D]; otherwise as `add_query_gradient`."""
     _add_products(out, tuple(term.T for term in terms), tuple(term[rows] for term in queries.terms), scale)
 
 
-def add_symmetric_gradient(
-    gradient: Tensor,
-    operand: Operand,
-    out: Tensor,
-    scale: float = 1.0,
-    *,
-    scratch: Tensor | None = None,
-    factors: bool = True,
-) -> None:
-    """out += scale * (gradient + gradient.T) @ rows, for queries that are the keys and a panel that holds them all.
+def symmetric_gradient(gradient: Tensor, operand: Operand, scale: float, scratch: Tensor) -> Tensor:
+    """scale * (gradient + gradient.T) @ rows, [N, D], for queries that are the keys and a panel that holds them all.
 
     Half the work of `add_query_gradient` and `add_key_gradient`. gradient: [N, N], overwritten in "split". scratch: as
     for `gradient_terms`; it takes the sum.
     """
-    # torch copies a transpose by tiles, but adds one by strides.
-    total = torch.empty_like(gradient) if scratch is None else scratch
-    total.copy_(gradient.T).add_(gradient)
-    everything = slice(0, gradient.shape[0])
-    terms = gradient_terms(total, operand, everything, operand, scratch=gradient, factors=factors)
-    _add_products(out, terms, operand.terms, scale)
+    if gradient.device.type == "cpu" and gradient.shape[0] <= MAX_STRIDED:
+        torch.add(gradient, gradient.T, out=scratch)
+    else:
+        # torch copies a transpose by tiles, but adds one by strides.
+        scratch.copy_(gradient.T).add_(gradient)
+    (values, *_) = operand.terms
+    if not operand.split:
+        return torch.addmm(values, scratch, values, beta=0, alpha=scale)
+    total = torch.zeros(values.shape, dtype=torch.float32, device=values.device)
+    _add_products(
+        total, gradient_terms(scratch, operand, ALL, operand, scratch=gradient), operand.terms, scale
+    )
+    return total
 
 
 def row_gradient(total: Tensor, operand: Operand, dtype: torch.dtype | None = None) -> Tensor:
@@ -329,24 +338,22 @@ def row_gradient(total: Tensor, operand: Operand, dtype: torch.dtype | None = No
     """
     if operand.norm is not None:
         values = operand.values()
-        along = (values * total).sum(1, keepdim=True)
-        along.mul_(operand.norm > SHORTEST)
-        total.addcmul_(values, along, value=-1)
+        # Along the row itself the normalised row does not change, unless its norm was replaced by a constant.
+        along = torch.bmm(total[:, None], values[:, :, None])[:, 0]
+        total.addcmul_(values, along.masked_fill_(operand.norm <= SHORTEST, 0), value=-1)
     if operand.divisor is not None:
         total.div_(operand.divisor)
     return total.to(operand.raw.dtype if dtype is None else dtype)
 
 
-def _weigh(matrix: Tensor, of_rows: Tensor | None, rows: slice, of_columns: Tensor | None) -> None:
-    if of_rows is not None:
-        matrix.mul_(of_rows[rows, None])
-    if of_columns is not None:
-        matrix.mul_(of_columns)
-
-
-def _weigh_gradient(gradient: Tensor, queries: Operand, rows: slice, keys: Operand) -> None:
-    of_rows = queries.factor if queries.weighs_gradient else None
-    _weigh(gradient, of_rows, rows, keys.factor if keys.weighs_gradient else None)
+def _both(
+    of_rows: Tensor | None, rows: slice, of_columns: Tensor | None, columns: slice, matrix: Tensor
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """The factors of the rows and of the columns of a panel, of ones where only the other side has them."""
+    if of_rows is None and of_columns is None:
+        return None, None
+    left = matrix.new_ones(matrix.shape[0]) if of_rows is None else of_rows[rows]
+    return left, matrix.new_ones(matrix.shape[1]) if of_columns is None else of_columns[columns]
 
 
 def _halves_of(scratch: Tensor) -> Tensor:
