@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tritonloss import losses
-from tritonloss.estimate import DEVICES, LOSSES, Assumptions, Estimate, estimate, main
+import tritonloss
+from tritonloss import losses, tune
+from tritonloss.estimates import DEVICES, LOSSES, Estimate, estimate, main
+from tritonloss.ops.panels import gradient_work, products_of, score_work
 
 
 def one_after_another(found: Estimate) -> float:
@@ -31,7 +33,6 @@ def test_figures_to_reach(n: int, dtype: torch.dtype, seconds: float) -> None:
     found = estimate(losses.PNPLoss, n, 512, dtype=dtype)
     assert found.seconds <= seconds
     assert found.seconds <= one_after_another(found)
-    assert dtype == torch.float32 or one_after_another(found) <= 1.01 * seconds
     assert found.bound == "products"
     if n == 131072:
         assert found.panels.rows == 2048
@@ -53,9 +54,9 @@ def test_by_hand() -> None:
     found = estimate("PNPLoss", n, d, per_class=3, dtype=torch.float32, products="ieee")
     pairs, entries = n * n, n * d
     scores, forward, backward = 4 * pairs + 8 * entries, 4 * pairs, 8 * pairs
-    gradient = 8 * pairs + 2 * entries * (4 + 8)
+    gradient = (4 + 20) * pairs + entries * (4 + 8)  # the gradient plus its transpose, multiplied once
     assert found.bytes == scores + forward + backward + gradient
-    assert found.flop == 6 * pairs * d
+    assert found.flop == 4 * pairs * d
     move, issue = 0.8 * 4.8e12, 2 * 3 * 7.1 * pairs / (0.8 * 33.5e12)
     assert found.issue_seconds == pytest.approx(issue)
     assert found.traffic_seconds == pytest.approx(found.bytes / move)
@@ -64,7 +65,7 @@ def test_by_hand() -> None:
         max(multiply, scores / move),
         max(issue / 2, forward / move),
         max(issue / 2, backward / move),
-        max(2 * multiply, gradient / move),
+        max(multiply, gradient / move),
     ]
     assert found.seconds == pytest.approx(sum(stages))
     assert found.memory == 8 * pairs + entries * (4 + 4 + 4 + 4)
@@ -89,16 +90,16 @@ def test_little_memory_costs_traffic() -> None:
     assert low == replace(estimate("PNPLoss", 131072, 512, memory_budget=64 * 131072 * 8))
 
 
-def test_passes_that_kernels_do_not_save() -> None:
-    pairs = 4096**2
-    for dtype, passes in ((torch.bfloat16, 46), (torch.float16, 46), (torch.float32, 14)):
-        found = [
-            estimate(
-                "PNPLoss", 4096, 64, dtype=dtype, assumptions=Assumptions(kernels_apply_factors=apply)
-            ).bytes
-            for apply in (True, False)
-        ]
-        assert found[1] - found[0] == passes * pairs
+def test_passes_between_the_products() -> None:
+    """Beside the reading and writing of scores, gradients and rows."""
+    n, d = 16384, 64
+    pairs = n * n
+    for dtype, passes in ((torch.bfloat16, 16), (torch.float16, 16), (torch.float32, 8)):
+        found = estimate("PNPLoss", n, d, dtype=dtype)
+        of = products_of("split", dtype)
+        sizes = n, n, d, of, DEVICES["H200"].l2
+        work = [score_work(found.panels, *sizes), gradient_work(found.panels, *sizes, meet_themselves=True)]
+        assert found.bytes - sum(part.bytes for part in work) == (12 + passes) * pairs
 
 
 def test_proxies() -> None:
@@ -119,8 +120,9 @@ def test_every_loss_and_device(loss: str, device: str) -> None:
 
 
 def test_every_loss_of_the_package_is_known() -> None:
-    names = {name for name in losses.__all__ if name.endswith("Loss")} - {"PerQueryLoss", "BaseProxyLoss"}
-    assert set(LOSSES) == names
+    """By its own name, or by the one that it derives from: all that tune knows."""
+    assert set(LOSSES) == set(tune.LOSSES)
+    assert tritonloss.estimate is estimate
 
 
 class MyLoss(losses.PNPLoss):

@@ -575,7 +575,7 @@ def test_backward_inside_autocast(distance: Any, backend: str, device: torch.dev
 
 
 def op_options(p: Problem, normalize: bool, budget: int, backend: str) -> tuple[Any, ...]:
-    return (p.labels.int(), weights_of(p).log(), 4.0, normalize, normalize, 0, C, budget, backend)
+    return (p.labels.int(), weights_of(p).log(), 4.0, normalize, normalize, 0, C, budget, backend, "")
 
 
 @pytest.mark.parametrize("learns", [True, False], ids=["training", "inference"])

@@ -155,9 +155,19 @@ def score_work(panels: Panels, n_queries: int, n_keys: int, dimension: int, of: 
 
 
 def gradient_work(
-    panels: Panels, n_queries: int, n_keys: int, dimension: int, of: ProductCost, l2: int
+    panels: Panels,
+    n_queries: int,
+    n_keys: int,
+    dimension: int,
+    of: ProductCost,
+    l2: int,
+    *,
+    meet_themselves: bool,
 ) -> Work:
     """Of both products of the gradient: 2 Q N D flop for each product of terms, twice.
+
+    Once only, of the gradient plus its transpose, for a single panel of rows that meet themselves; then the sum takes
+    a pass of 5 N^2 entries.
 
     Each product of terms reads the gradient of the scores once, reads rows, and reads and writes the sums that it adds
     to. Those of the keys are read and written for every panel, but once where they and the keys fit L2 (`l2` bytes);
@@ -168,6 +178,9 @@ def gradient_work(
     pieces = max(1, -(-n_keys // LONGEST_SUM_OF_ROWS)) if of.unit == "tensor" else 1
     keys = n_keys * dimension * (of.row_bytes + sums) * (1 if resident else panels.n_panels)
     queries = n_queries * dimension * (of.row_bytes + sums * pieces)
+    if meet_themselves and panels.n_panels == 1:
+        flop = 2 * pairs * dimension * of.gradient_products
+        return Work(flop, pairs * (of.gradient_bytes + 5 * item_bytes(of)) + queries)
     return Work(4 * pairs * dimension * of.gradient_products, 2 * pairs * of.gradient_bytes + keys + queries)
 
 

@@ -321,8 +321,9 @@ def symmetric_gradient(gradient: Tensor, operand: Operand, scale: float, scratch
         scratch.copy_(gradient.T).add_(gradient)
     (values, *_) = operand.terms
     if not operand.split:
-        return torch.addmm(values, scratch, values, beta=0, alpha=scale)
-    total = torch.zeros(values.shape, dtype=torch.float32, device=values.device)
+        total = torch.empty_like(values)
+        return torch.addmm(values, scratch, values, beta=0, alpha=scale, out=total)
+    total = scratch.new_zeros(values.shape)
     _add_products(
         total, gradient_terms(scratch, operand, ALL, operand, scratch=gradient), operand.terms, scale
     )
@@ -339,8 +340,10 @@ def row_gradient(total: Tensor, operand: Operand, dtype: torch.dtype | None = No
     if operand.norm is not None:
         values = operand.values()
         # Along the row itself the normalised row does not change, unless its norm was replaced by a constant.
-        along = torch.bmm(total[:, None], values[:, :, None])[:, 0]
-        total.addcmul_(values, along.masked_fill_(operand.norm <= SHORTEST, 0), value=-1)
+        along = total.new_empty(total.shape[0], 1, 1)
+        torch.bmm(total[:, None], values[:, :, None], out=along)
+        along = along[:, 0].masked_fill_(operand.norm <= SHORTEST, 0)
+        total.addcmul_(values, along, value=-1)
     if operand.divisor is not None:
         total.div_(operand.divisor)
     return total.to(operand.raw.dtype if dtype is None else dtype)

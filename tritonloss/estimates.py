@@ -1,7 +1,8 @@
 """`estimate`: what a loss costs on a GPU, by arithmetic alone: neither the GPU nor data is needed.
 
-A step is four stages, one after the other: the product of scores, the kernels over the scores, forward and backward,
-and the products of the gradient. Each takes as long as the slowest of what it needs: arithmetic units, memory, or
+A step is a few stages, one after the other: the product of scores, the kernels over the scores, forward and backward,
+and the products of the gradient; in half precision a pass over the panel follows the first and precedes the last. Each
+takes as long as the slowest of what it needs: arithmetic units, memory, or
 the issue of instructions. Their sum is a floor: launches, sorting and the operations on [N, D] come on top.
 """
 
@@ -26,7 +27,7 @@ GIGABYTE = 10**9
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A GPU, by its data sheet; rates are per second, of dense matrices.
+    """A GPU, by its data sheet; rates are per second, of dense matrices: half of what is stated for sparse ones.
 
     tensor, tf32, float32, float64: floating point operations of half precision products with float32 sums, and of
         products in TF32, float32 and float64.
@@ -50,8 +51,8 @@ DEVICES = {
     spec.name: spec
     for spec in (
         DeviceSpec("A100", 312e12, 156e12, 19.5e12, 9.7e12, 9.75e12, 2.04e12, 80 * GIGABYTE, 40 << 20, 108),
-        DeviceSpec("H100", 989e12, 494e12, 66.9e12, 33.5e12, 33.5e12, 3.35e12, 80 * GIGABYTE, 50 << 20, 132),
-        DeviceSpec("H200", 989e12, 494e12, 66.9e12, 33.5e12, 33.5e12, 4.8e12, 141 * GIGABYTE, 60 << 20, 132),
+        DeviceSpec("H100", 989.5e12, 494.5e12, 66.9e12, 33.5e12, 33.5e12, 3.35e12, 80 * GIGABYTE, 50 << 20, 132),
+        DeviceSpec("H200", 989.5e12, 494.5e12, 66.9e12, 33.5e12, 33.5e12, 4.8e12, 141 * GIGABYTE, 60 << 20, 132),
         # 64 lanes a compute unit: nothing is assumed to issue two at once. The L2 is that of one die.
         DeviceSpec("MI300X", 1307e12, 654e12, 163e12, 81.7e12, 40.9e12, 5.3e12, 192 * GIGABYTE, 4 << 20, 304),
         DeviceSpec("RTX 4060", 30e12, 15e12, 15e12, 0.24e12, 7.5e12, 0.272e12, 8 << 30, 24 << 20, 24),
@@ -71,9 +72,6 @@ class Assumptions:
         kernels/README.md.
     pair: instructions for a (query, key) of a histogram or a sum of exponentials, forward, and backward again. Not
         counted in machine code.
-    kernels_apply_factors: the kernels multiply scores by reciprocal norms, and write the gradient as the two terms
-        that tensor cores take. Otherwise passes over the panel do: 46 bytes for each pair in bfloat16 and float16, 14
-        in float32.
     """
 
     tensor_share: float = 0.7
@@ -82,7 +80,6 @@ class Assumptions:
     issue_share: float = 0.8
     triple: float = 7.1
     pair: float = 20.0
-    kernels_apply_factors: bool = True
 
 
 TRIPLES, PAIRS, PROXIES = "triples", "pairs", "proxies"
@@ -94,9 +91,9 @@ LOSSES = {
     "FastAPLoss": PAIRS,
     "ProxyAnchorLoss": PROXIES,
 }
-# Passes over a panel where kernels do not apply factors, bytes for each pair. Each of two factors reads and writes a
-# score, or the gradient of one. Two terms read the gradient twice, write two halves, and the second reads the first.
-FACTOR_BYTES, TERM_BYTES = 16, 14
+# Passes over a panel between its products, bytes for each pair: scores are read and written once to be multiplied by
+# reciprocal norms; their gradient is read once and written as two halves, factors included.
+FACTOR_BYTES, TERM_BYTES = 8, 8
 
 
 @dataclass(frozen=True)
@@ -209,20 +206,29 @@ def estimate(
     budget = spec.memory // 16 if memory_budget is None else memory_budget
     panels = plan_panels(queries, keys, item_bytes(of), budget, spec.multiprocessors, panel_rows)
     scores = score_work(panels, queries, keys, d, of, spec.l2)
-    gradient = gradient_work(panels, queries, keys, d, of, spec.l2)
-    forward_bytes, backward_bytes = _kernel_bytes(queries * keys, of, dtype, assume)
+    gradient = gradient_work(panels, queries, keys, d, of, spec.l2, meet_themselves=LOSSES[name] != PROXIES)
+    item = item_bytes(of) * queries * keys
+    # The forward kernel reads the scores, the backward kernel writes their gradient as well.
+    forward_bytes, backward_bytes = item, 2 * item
+    factors = FACTOR_BYTES * queries * keys if of.unit == "tensor" and dtype != torch.float32 else 0
+    terms = TERM_BYTES * queries * keys if of.unit == "tensor" else 0
     instructions = queries * keys * _instructions(LOSSES[name], min(per_class, n), assume)
 
     multiply, move = _flop_rate(of, spec, assume), spec.bandwidth * assume.bandwidth_share
     issue = instructions / (spec.instructions * assume.issue_share)
-    stages = [_Stage(scores.flop / multiply, scores.bytes / move), _Stage(0.0, forward_bytes / move, issue)]
-    flop, moved = scores.flop, scores.bytes + forward_bytes
+    stages = [
+        _Stage(scores.flop / multiply, scores.bytes / move),
+        _Stage(traffic=factors / move),
+        _Stage(0.0, forward_bytes / move, issue),
+    ]
+    flop, moved = scores.flop, scores.bytes + factors + forward_bytes
     if backward:
         stages += [
             _Stage(0.0, backward_bytes / move, issue),
+            _Stage(traffic=terms / move),
             _Stage(gradient.flop / multiply, gradient.bytes / move),
         ]
-        flop, moved = flop + gradient.flop, moved + backward_bytes + gradient.bytes
+        flop, moved = flop + gradient.flop, moved + backward_bytes + terms + gradient.bytes
     slowest = [stage.slowest() for stage in stages]
     shares = {bound: sum(time for time, by in slowest if by == bound) for _, bound in slowest}
     return Estimate(
@@ -273,16 +279,6 @@ def _flop_rate(of: ProductCost, spec: DeviceSpec, assume: Assumptions) -> float:
 
 def _instructions(kind: str, per_class: int, assume: Assumptions) -> float:
     return assume.triple * per_class if kind == TRIPLES else assume.pair
-
-
-def _kernel_bytes(pairs: int, of: ProductCost, dtype: torch.dtype, assume: Assumptions) -> tuple[int, int]:
-    """Of the forward kernel, which reads the scores, and the backward kernel, which writes their gradient as well."""
-    item = item_bytes(of)
-    forward, backward = item, 2 * item
-    if of.unit == "tensor" and not assume.kernels_apply_factors:
-        factors = FACTOR_BYTES if dtype != torch.float32 else 0
-        forward, backward = forward + factors, backward + factors + TERM_BYTES
-    return pairs * forward, pairs * backward
 
 
 def _memory(
