@@ -362,7 +362,7 @@ def _both(
 def _halves_of(scratch: Tensor) -> Tensor:
     """Two bfloat16 matrices [2, rows, N] in the memory of a float32 one, in the two halves of each of its rows."""
     rows, columns = scratch.shape
-    stride = scratch.stride(0) if rows > 1 else columns  # the stride of a single row may be anything
+    stride = scratch.stride(0)
     whole = scratch.as_strided((rows, stride), (stride, 1)).view(torch.bfloat16)
     return whole.as_strided((2, rows, columns), (stride, 2 * stride, 1))
 

@@ -136,7 +136,7 @@ class Products:
         The scores of the panel and `grad` may be overwritten.
         """
         right, columns = self.source.operand, slice(first_key, None)
-        scratch = self.scratch[: rows.stop - rows.start, first_key:]
+        scratch = self.scratch[: grad.shape[0], : grad.shape[1]]
         if self.is_whole and not first_key:
             self.total = symmetric_gradient(grad, right, self.scale, scratch)
             return
