@@ -51,8 +51,12 @@ DEVICES = {
     spec.name: spec
     for spec in (
         DeviceSpec("A100", 312e12, 156e12, 19.5e12, 9.7e12, 9.75e12, 2.04e12, 80 * GIGABYTE, 40 << 20, 108),
-        DeviceSpec("H100", 989.5e12, 494.5e12, 66.9e12, 33.5e12, 33.5e12, 3.35e12, 80 * GIGABYTE, 50 << 20, 132),
-        DeviceSpec("H200", 989.5e12, 494.5e12, 66.9e12, 33.5e12, 33.5e12, 4.8e12, 141 * GIGABYTE, 60 << 20, 132),
+        DeviceSpec(
+            "H100", 989.5e12, 494.5e12, 66.9e12, 33.5e12, 33.5e12, 3.35e12, 80 * GIGABYTE, 50 << 20, 132
+        ),
+        DeviceSpec(
+            "H200", 989.5e12, 494.5e12, 66.9e12, 33.5e12, 33.5e12, 4.8e12, 141 * GIGABYTE, 60 << 20, 132
+        ),
         # 64 lanes a compute unit: nothing is assumed to issue two at once. The L2 is that of one die.
         DeviceSpec("MI300X", 1307e12, 654e12, 163e12, 81.7e12, 40.9e12, 5.3e12, 192 * GIGABYTE, 4 << 20, 304),
         DeviceSpec("RTX 4060", 30e12, 15e12, 15e12, 0.24e12, 7.5e12, 0.272e12, 8 << 30, 24 << 20, 24),

@@ -79,6 +79,8 @@ class Panel(NamedTuple):
 # Ranks, scores and slopes, against the negatives and against the positives, their gradients, and what a function of
 # them needs: numbers that are held for each pair of a panel.
 NUMBERS_PER_PAIR = 32
+# The algorithms of large classes hold a few numbers more for each score. On a CPU a block is far below the budget.
+LARGE_CLASS, NUMBERS_PER_SCORE = 64, 8
 
 
 @dataclass(frozen=True)
@@ -120,13 +122,14 @@ class Panels:
         start, count = start.contiguous(), count.contiguous()
         n_rows = count.shape[0]
         height = rows_per_block(n_rows, n_keys, itemsize, count.device, budget)
+        numbers = NUMBERS_PER_SCORE * n_keys if count.device.type == "cuda" else 0
         if bound is not None:
             torch._assert_async((count <= bound).all(), "a class is larger than max_class_size")
-            height = _height_for_pairs(height, bound, itemsize, budget)
+            height = _height_for_pairs(height, bound, numbers, itemsize, budget)
             n_panels = -(-n_rows // height)
             return cls(start, count, n_keys, height, [bound] * n_panels, [False] * n_panels, n_rows * bound)
         least, largest, sums = _extremes(count, height, with_total)
-        lower = _height_for_pairs(height, max(largest, default=0), itemsize, budget)
+        lower = _height_for_pairs(height, max(largest, default=0), numbers, itemsize, budget)
         if lower < height:
             height = lower
             least, largest, sums = _extremes(count, height, with_total)
@@ -147,9 +150,13 @@ class Panels:
             yield Panel(rows, Positives(start, count, self.n_keys, width, is_full))
 
 
-def _height_for_pairs(height: int, width: int, itemsize: int, budget: int) -> int:
-    """At most `height`, so that what is held for the pairs of a panel fits the budget."""
-    return max(1, min(height, budget // max(1, NUMBERS_PER_PAIR * itemsize * width)))
+def _height_for_pairs(height: int, width: int, large: int, itemsize: int, budget: int) -> int:
+    """At most `height`, so that what is held for the pairs of a panel fits the budget.
+
+    large: how many numbers more the algorithms of large classes hold for each row.
+    """
+    numbers = NUMBERS_PER_PAIR * width + (large if width >= LARGE_CLASS else 0)
+    return max(1, min(height, budget // max(1, itemsize * numbers)))
 
 
 def _extremes(count: Tensor, height: int, with_total: bool) -> list[list[int]]:
