@@ -263,7 +263,7 @@ def test_opcheck(per_query: bool, budget: int, compiler: None, backend: str, dev
     problem = self_compared([3, 1, 2, 10], 4, device).to(torch.float64)
     n = problem.queries.shape[0]
     options = (
-        None, *problem[2:4], problem.position, 10, per_query, False, False, "", 0, n, budget, backend,
+        None, *problem[2:4], problem.position, 10, per_query, False, False, "", 0, n, budget, backend, "",
     )  # fmt: skip
     operator = torch.ops.tritonloss.histogram
     torch.library.opcheck(operator.default, (*problem[:2], [], False, False, *options))

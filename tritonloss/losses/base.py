@@ -13,7 +13,15 @@ from tritonloss.distances import CosineSimilarity, Distance, check_distance, is_
 from tritonloss.indices import as_indices
 from tritonloss.reducers import MeanReducer, reduce_terms
 from tritonloss.regularizers import apply_regularizer
-from tritonloss.types import IndicesTuple, LossDict, PairIndices, TripletIndices, accumulation_dtype, upcast
+from tritonloss.types import (
+    IndicesTuple,
+    LossDict,
+    PairIndices,
+    ProductMode,
+    TripletIndices,
+    accumulation_dtype,
+    upcast,
+)
 
 _AS_IT_IS = nullcontext()
 # torch has no promotion from the floating dtypes of 8 bits and below.
@@ -314,6 +322,12 @@ def check_bounds(**bounds: Any) -> None:
     for name, value in bounds.items():
         if value is not None:
             check_count(name, value)
+
+
+def check_products(products: Any) -> None:
+    """None, or how rows are multiplied."""
+    if products is not None:
+        check_choice("products", products, ProductMode)
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:
