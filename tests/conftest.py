@@ -49,7 +49,31 @@ def correct_interpreter() -> None:
     getattr(interpreter, "RESERVED_KWS", []).extend(launch_options)  # a list of 3.2 only
 
 
+def patch_language_once() -> None:
+    """Let a launch of Triton's interpreter replace the functions of the language once for each module of kernels.
+
+    It does so at every call of one kernel function by another, which takes two thirds of the time of our kernels.
+    """
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[str] = set()  # in this launch
+
+    def patch_once(function: Callable[..., Any]) -> Any:
+        if function.__module__ in patched:
+            return None
+        patched.add(function.__module__)
+        return patch(function)
+
+    def launch_afresh(self: Any, *args: Any, **kwargs: Any) -> None:
+        patched.clear()
+        launch(self, *args, **kwargs)
+
+    interpreter._patch_lang = patch_once
+    interpreter.GridExecutor.__call__ = launch_afresh
+
+
 if INTERPRETED and importlib.util.find_spec("triton"):
+    patch_language_once()
     triton_version = tuple(map(int, importlib.import_module("triton").__version__.split(".")[:2]))
     if triton_version <= (3, 6):
         correct_interpreter()
@@ -57,6 +81,12 @@ if INTERPRETED and importlib.util.find_spec("triton"):
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None, max_examples=25)
 settings.register_profile("random", deadline=None, database=None, max_examples=500)
 settings.load_profile("fixed")  # pytest --hypothesis-profile=random searches further
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--aot-full", action="store_true", help="every ahead-of-time build of every architecture"
+    )
 
 
 def pytest_configure() -> None:
