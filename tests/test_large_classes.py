@@ -11,7 +11,7 @@ import pytest
 import torch
 from checks import assert_close, assert_same, peaks_are_known, python, record_syncs, value_and_grad
 from inputs import EQ, random_batch
-from test_soft_rank import PROBLEMS, STEPS, Problem, by_class, dense, evaluate, rounding, streamed
+from test_soft_rank import PROBLEMS, STEPS, Problem, by_class, dense, evaluate, forms, rounding, streamed
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -32,7 +32,6 @@ from tritonloss.ops import (
 )
 
 surrogates = pytest.mark.parametrize("surrogate", STEPS)
-among_positives = pytest.mark.parametrize("among", [False, True], ids=["negatives", "and-positives"])
 
 
 def choose_always(monkeypatch: pytest.MonkeyPatch, pays: bool) -> None:
@@ -56,8 +55,7 @@ def tolerance(problem: Problem, surrogate: str, temperature: float) -> float:
     return rounding(problem, temperature) + 4 * n_terms * grid / temperature
 
 
-@among_positives
-@surrogates
+@forms
 @pytest.mark.parametrize("make", PROBLEMS.values(), ids=PROBLEMS.keys())
 def test_equals_brute_force(
     make: Callable[..., Problem],
@@ -440,8 +438,9 @@ def test_two_runs_give_the_same_bits(
 @pytest.mark.parametrize(
     ("budget", "syncs_per_walk"), [(None, 1), (1, 1), (4096, 2)], ids=["whole", "rows", "lower panels"]
 )
-@surrogates
-@pytest.mark.parametrize("deferred", [False, True], ids=["total", "values"])
+@pytest.mark.parametrize(
+    ("deferred", "surrogate"), [(False, "sigmoid"), (True, "one_side_huber")], ids=["total", "values"]
+)
 def test_host_syncs(
     deferred: bool,
     surrogate: str,
@@ -488,7 +487,7 @@ def test_blocks_of_queries_change_nothing(
     rows, labels = random_batch(40, 5, 3, n_lone=3).on(device)
     expected = value_and_grad(make(), rows, labels)
     options = {"max_class_size": 30} if bounded else {}
-    for budget in (1, 40 * 8 * 8 * 8, 1 << 15):
+    for budget in (1, 40 * 8 * 8 * 8, 1 << 15) if backend == "eager" else (40 * 8 * 8 * 8,):
         actual = value_and_grad(make(memory_budget=budget, **options), rows, labels)
         # Sums in another order; 2^-52 over tau^2 = 1e-4, 40 terms of 5.
         assert_close(actual, expected, rtol=1e-9, atol=1e-9)

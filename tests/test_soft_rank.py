@@ -147,7 +147,6 @@ def dense(
     return lambda problem: brute_force(problem, surrogate, temperature, positive_ranks)
 
 
-among_positives = pytest.mark.parametrize("among", [False, True], ids=["negatives", "and-positives"])
 # The kernels by themselves have every form in test_kernels_soft_rank.py.
 forms = pytest.mark.parametrize(
     ("backend", "surrogate", "among"),
