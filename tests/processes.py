@@ -18,7 +18,9 @@ import torch.multiprocessing
 from filelock import FileLock
 
 # Processes are forks of one that has imported these: each alone would take seconds for it.
-multiprocessing.set_forkserver_preload(["torch.distributed", "torch._dynamo", "triton", "hypothesis", "pytest"])
+multiprocessing.set_forkserver_preload(
+    ["torch.distributed", "torch._dynamo", "triton", "hypothesis", "pytest"]
+)
 # Collectives that never meet raise after this long instead of hanging the tests.
 TIMEOUT = datetime.timedelta(seconds=60)
 
