@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from filelock import FileLock
+from interpreter import prepare_interpreter
 
 # Processes are forks of one that has imported these: each alone would take seconds for it.
 multiprocessing.set_forkserver_preload(
@@ -60,6 +61,7 @@ def run_processes(world: int, function: Callable[[], Any], folder: Path, seconds
 
 def _process(rank: int, world: int, function: Callable[[], Any], folder: str) -> None:
     torch.set_num_threads(1)
+    prepare_interpreter()
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=TIMEOUT
     )
