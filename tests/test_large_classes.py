@@ -87,8 +87,18 @@ def test_bounded_classes(surrogate: str, forced: None, backend: str, device: tor
         assert not actual[n_pairs:].any()
 
 
-@pytest.mark.parametrize("make", [PNPLoss, SmoothAPLoss, lambda: SOPRCLoss(20, memory_size=8)])
-@pytest.mark.parametrize("sizes", [[18, 18], [24, 4, 4, 2, 1, 1], [16]], ids=["two", "mixed", "one"])
+LOSSES: list[Callable[[], Any]] = [PNPLoss, SmoothAPLoss, lambda: SOPRCLoss(20, memory_size=8)]
+SIZES = [[18, 18], [24, 4, 4, 2, 1, 1], [16]]
+
+
+@pytest.mark.parametrize(
+    ("backend", "make", "sizes"),
+    [
+        *(("eager", make, sizes) for make in LOSSES for sizes in SIZES),
+        *(("triton", make, sizes) for make, sizes in zip(LOSSES, SIZES, strict=True)),
+    ],
+    indirect=["backend"],
+)
 def test_losses_equal_the_reference(
     make: Callable[[], Any], sizes: list[int], forced: None, backend: str, device: torch.device
 ) -> None:
@@ -321,7 +331,7 @@ def test_huber_at_its_kinks(
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("make", [PNPLoss, SmoothAPLoss, lambda: SOPRCLoss(8, memory_size=8)])
+@pytest.mark.parametrize("make", LOSSES)
 def test_losses_of_bad_rows_are_nan(
     make: Callable[[], Any], bad: float, forced: None, backend: str, device: torch.device
 ) -> None:
