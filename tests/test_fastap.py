@@ -327,7 +327,7 @@ def test_same_bits_in_every_run(backend: str, device: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
     rows, labels = random_batch(12, 4, 3, n_lone=1).on(device, torch.float32)
     first = value_and_grad(FastAPLoss(), rows, labels)
-    for _ in range(19):
+    for _ in range(19 if device.type == "cuda" else 2):
         for a, b in zip(value_and_grad(FastAPLoss(), rows, labels), first, strict=True):
             assert_same(a, b)
 

@@ -435,7 +435,7 @@ def test_same_bits_in_every_run(mined: bool, backend: str, device: torch.device)
         else None
     )
     first = value_and_grad(lambda x, y: HistogramLoss()(x, y, chosen), rows, labels)
-    for _ in range(19):
+    for _ in range(19 if device.type == "cuda" else 2):
         again = value_and_grad(lambda x, y: HistogramLoss()(x, y, chosen), rows, labels)
         for a, b in zip(again, first, strict=True):
             assert_same(a, b)
