@@ -152,7 +152,7 @@ MUTANTS = [
         "kernels/soft_histogram.py",
         "                rest -= fraction",
         "                rest -= rest",
-        (HISTOGRAM_KERNEL,),
+        ("tests/test_soft_histogram.py::test_equals_brute_force",),
     ),
     Mutant(
         "a peak of a log-sum-exp is not carried over",
@@ -187,7 +187,7 @@ MUTANTS = [
         "kernels/soft_rank_grid.py",
         "for reverse in tl.static_range(POINTS):",
         "for reverse in tl.static_range(1, POINTS):",
-        ("tests/test_large_classes.py",),
+        ("tests/test_large_classes.py::test_kernels_spread_and_read",),
     ),
     # --- backends ---
     Mutant(
