@@ -44,6 +44,23 @@ def pytest_configure() -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The interpreter is slow: what holds for every loss is tested of the kernels of those that ask for it."""
+    if INTERPRETED:
+        repeated = [item for item in items if repeats_kernels(item)]
+        config.hook.pytest_deselected(items=repeated)
+        items[:] = [item for item in items if item not in set(repeated)]
+
+
+def repeats_kernels(item: pytest.Item) -> bool:
+    from registry import LOSSES
+
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    loss = parameters.get("loss") if "loss" in getattr(item, "fixturenames", ()) else None
+    case = LOSSES.get(loss) if isinstance(loss, str) else None
+    return case is not None and not case.interpreted and parameters.get("backend") == "triton"
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """Where the tests compute: the GPU if there is one, else the CPU, where the interpreter runs the kernels."""

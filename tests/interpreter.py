@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import inspect
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ def prepare_interpreter() -> None:
     """Before the first launch. Without TRITON_INTERPRET=1, or without Triton, nothing."""
     if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
         return
+    list_language_once()
     patch_language_once()
     version = tuple(map(int, importlib.import_module("triton").__version__.split(".")[:2]))
     if version <= (3, 6):
@@ -41,6 +45,24 @@ def correct_interpreter() -> None:
     builder.create_fma = fused
     launch_options = ["num_buffers_warp_spec", "num_consumer_groups", "reg_dec_producer", "reg_inc_consumer"]
     getattr(interpreter, "RESERVED_KWS", []).extend(launch_options)  # a list of 3.2 only
+
+
+def list_language_once() -> None:
+    """Let it list the functions of Triton's language once, and not at every launch.
+
+    Where it lists them, it takes those that are builtin, and stands in for them; which ones are does not change.
+    """
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    core = importlib.import_module("triton.language.core")
+
+    @functools.cache
+    def builtin_names(package: Any) -> list[str]:
+        return [name for name, member in inspect.getmembers(package) if core.is_builtin(member)]
+
+    def members(package: Any) -> list[tuple[str, Any]]:
+        return [(name, getattr(package, name)) for name in builtin_names(package)]
+
+    interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": members})
 
 
 def patch_language_once() -> None:
