@@ -229,7 +229,7 @@ def report(build: Build) -> dict[str, Any]:
 
 
 def nvidia_usage(kernel: Any) -> dict[str, int]:
-    """Registers a thread, bytes of stack (spills), fences."""
+    """Registers per thread, bytes of stack (spills), fences."""
     with cubin(kernel) as path:
         text = tool("cuobjdump", "-res-usage", path)
     registers, stack = (int(re.findall(rf"{key}:(\d+)", text)[-1]) for key in ("REG", "STACK"))

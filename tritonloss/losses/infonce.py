@@ -86,8 +86,8 @@ def info_nce_loss(
     check_arguments(embeddings, labels, None, ref_emb, ref_labels)
     _check_options(temperature, positives, directions, label_smoothing)
     check_choice("reduction", reduction, Reduction)
-    check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
     check_products(products)
+    max_class_size, memory_budget = check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
     if reduction == "none" and directions == "both":
         raise ValueError("reduction is 'none' with directions='both': expected 'mean', or one direction")
     options = _Options(

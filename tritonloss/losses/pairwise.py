@@ -148,11 +148,12 @@ class PairLoss(BaseMetricLossFunction):
         products: ProductMode | None = None,
         **options: Unpack[LossOptions],
     ) -> None:
-        check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
         check_products(products)
+        bounds = check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
         super().__init__(**options)
         require_cosine(type(self).__name__, self.distance)
-        self.max_class_size, self.memory_budget, self.products = max_class_size, memory_budget, products
+        self.max_class_size, self.memory_budget = bounds
+        self.products = products
 
     def rule(self) -> PairRule:
         """What this loss makes of its pairs."""
@@ -210,8 +211,9 @@ def pair_loss(
     arguments = Arguments(embeddings, labels, None, ref_emb, ref_labels)
     check_reference(name, arguments)
     check_choice("reduction", reduction, Reduction)
-    check_bounds(max_class_size=rule.max_class_size, memory_budget=rule.memory_budget)
     check_products(rule.products)
+    size, budget = check_bounds(max_class_size=rule.max_class_size, memory_budget=rule.memory_budget)
+    rule = replace(rule, max_class_size=size, memory_budget=budget)
     with full_precision(embeddings):
         loss = mean_of(rule, arguments) if reduction == "mean" else values_of(rule, arguments).values
     return loss.to(output_dtype(embeddings))

@@ -77,8 +77,8 @@ def triplet_margin_loss(
     arguments = Arguments(embeddings, labels, None, ref_emb, ref_labels)
     check_reference("triplet_margin_loss", arguments)
     check_choice("reduction", reduction, TripletReduction)
-    check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
     check_products(products)
+    max_class_size, memory_budget = check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
     _check_options(margin, smooth_loss, triplets)
     scores = scores_of("triplet_margin_loss", LpDistance() if distance is None else distance)
     rule = Rule(scores, margin, smooth_loss, triplets, max_class_size, memory_budget, products)
@@ -163,8 +163,10 @@ class TripletMarginLoss(BaseMetricLossFunction):
                 f"triplets_per_anchor is {triplets_per_anchor!r}: expected 'all', which costs no more than some of them"
             )
         _check_options(margin, smooth_loss, triplets)
-        check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
         check_products(products)
+        max_class_size, memory_budget = check_bounds(
+            max_class_size=max_class_size, memory_budget=memory_budget
+        )
         super().__init__(**options)
         scores_of("TripletMarginLoss", self.distance)
         self.margin, self.smooth_loss, self.triplets = margin, smooth_loss, triplets

@@ -372,7 +372,9 @@ def _run(
         kept = None  # before the next panel has its own
         source.add(panel, grad)
     # No tensor twice; of an absent input what the fake has.
-    nothing = (torch.empty(0) if tensor is None else like.new_empty(0) for tensor in (queries, keys))
+    nothing = (
+        torch.empty(0, device="cpu") if tensor is None else like.new_empty(0) for tensor in (queries, keys)
+    )
     found = zip(source.gradients(), nothing, needs, strict=True)
     return *sink.results(), *(grad if need else other for grad, other, need in found)
 
