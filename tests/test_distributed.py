@@ -324,7 +324,7 @@ def work_of_this_rank() -> dict[str, int]:
         with pytest.MonkeyPatch.context() as patch:
             # So few pairs are one tile otherwise.
             patch.setattr(sys.modules["tritonloss.ops.soft_histogram"], "PAIRS_PER_TILE", 0)
-            patch.setitem(streaming.MIN_ROWS, "cpu", 16)
+            patch.setattr(streaming, "MIN_ROWS", 16)
 
             def count(function: Callable[..., Any]) -> Callable[..., Any]:
                 @functools.wraps(function)

@@ -8,6 +8,8 @@ from torch import Tensor
 
 PNPVariant: TypeAlias = Literal["Ds", "Dq", "Iu", "Ib", "O"]
 Reduction: TypeAlias = Literal["mean", "none"]
+ProductMode: TypeAlias = Literal["auto", "ieee", "split"]
+"""How rows are multiplied; see `tritonloss.ops.products`."""
 
 
 class PairIndices(NamedTuple):

@@ -406,3 +406,24 @@ def _add_table(slot: Tensor, ranges: Tensor, first_column: int, size: int, n_tab
     else:
         slot += size
     slot[:, left:right].add_(is_hidden, alpha=size).add_(is_positive, alpha=-size)
+
+
+# --- passes over a panel between its products, where these multiply in half precision ---
+
+
+def weigh(scores: Tensor, of_rows: Tensor, of_columns: Tensor) -> None:
+    """Multiply scores [rows, N] by a factor for each row [rows] and each column [N], in place."""
+    scores.mul_(of_rows[:, None]).mul_(of_columns)
+
+
+def split_in_two(
+    scores: Tensor, of_rows: Tensor | None, of_columns: Tensor | None, high: Tensor, low: Tensor
+) -> None:
+    """Write the same product as a sum of two bfloat16 terms [rows, N], high + low; None for factors of 1.
+
+    scores: may be overwritten.
+    """
+    if of_rows is not None and of_columns is not None:
+        weigh(scores, of_rows, of_columns)
+    high.copy_(scores)
+    torch.sub(scores, high, out=low)

@@ -17,6 +17,7 @@ from tritonloss.types import (
     IndicesTuple,
     LossDict,
     PairIndices,
+    ProductMode,
     TripletIndices,
     accumulation_dtype,
     upcast,
@@ -325,6 +326,12 @@ def check_positive(**options: Any) -> None:
 def check_bounds(**bounds: Any) -> list[int | None]:
     """Each is None or as for `check_count`; in their order."""
     return [None if value is None else check_count(name, value) for name, value in bounds.items()]
+
+
+def check_products(products: Any) -> None:
+    """None, or how rows are multiplied."""
+    if products is not None:
+        check_choice("products", products, ProductMode)
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:

@@ -208,6 +208,7 @@ def _quantiles(
     grid: str,
     score_range: Sequence[float],
     budget: int,
+    products: str,
     panels: Panels | None = None,
 ) -> Tensor:
     """phi of the positive scores of queries first .. last - 1, [q, size]; 0 where there are none."""
@@ -218,7 +219,7 @@ def _quantiles(
         panels = Panels.of(start, count, n_keys, like.itemsize * (5 if masks else 1), budget, bound)
     phi = Interpolation(size, grid, (score_range[0], score_range[1]) if score_range else None)  # type: ignore[arg-type]
     result = like.new_zeros(last - first, size)
-    for rows, scores in positive_scores(queries, masks, order, panels, normalize, first, last):
+    for rows, scores in positive_scores(queries, masks, order, panels, normalize, first, last, products):
         if scores.shape[1]:
             lists = scores.sort(1).values
             begin = torch.arange(0, lists.numel(), lists.shape[1], device=lists.device)
@@ -232,7 +233,8 @@ def _quantiles(
 score_quantiles = Operator(
     "score_quantiles",
     "(Tensor queries, Tensor[] masks, Tensor? order, Tensor start, Tensor count, Tensor n_positives, bool normalize, "
-    "SymInt first, SymInt last, int max_class_size, int size, str grid, float[] score_range, int budget) -> Tensor",
+    "SymInt first, SymInt last, int max_class_size, int size, str grid, float[] score_range, int budget, "
+    "str products) -> Tensor",
     _quantiles,
     lambda queries, masks, order, start, count, n_positives, normalize, first, last, bound, size, *_: (
         queries.new_empty(last - first, size, dtype=accumulation_dtype(queries.dtype))

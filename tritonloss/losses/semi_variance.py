@@ -14,11 +14,12 @@ from tritonloss.losses.base import (
     check_choice,
     check_embeddings,
     check_labels,
+    check_products,
     full_precision,
     output_dtype,
 )
 from tritonloss.ops import Deviation, Panels, SemiVariance, negative_targets, semi_variance_total
-from tritonloss.types import upcast
+from tritonloss.types import ProductMode, upcast
 
 Normalize: TypeAlias = Literal["count_all", "selected"]
 
@@ -47,6 +48,8 @@ class SemiVarianceRegularizer(nn.Module):
         max_class_size: a bound of the class sizes in place of the one host sync of the first form.
         memory_budget: bytes that similarities may take at a time; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU
             and a sixteenth of the device's memory on CUDA.
+        products: how rows are multiplied, "auto", "ieee" or "split"; default TRITONLOSS_PRODUCTS, else "auto": see
+            `tritonloss.ops.products`. Results of both have the precision of float32.
 
     Returns:
         Scalar in the dtype of the input (float32 inside autocast), 0 where no query has a positive and a negative.
@@ -69,14 +72,17 @@ class SemiVarianceRegularizer(nn.Module):
         detach_mean: bool = False,
         max_class_size: int | None = None,
         memory_budget: int | None = None,
+        products: ProductMode | None = None,
     ) -> None:
         super().__init__()
         if len(weights) != 2 or not all(weight >= 0 for weight in weights):
             raise ValueError(f"weights must be two numbers of at least 0, got {tuple(weights)}")
         check_choice("normalize", normalize, Normalize)
+        check_products(products)
         self.max_class_size, self.memory_budget = check_bounds(
             max_class_size=max_class_size, memory_budget=memory_budget
         )
+        self.products = products
         self.weights = (float(weights[0]), float(weights[1]))
         self.normalize, self.detach_mean = normalize, detach_mean
 
@@ -120,7 +126,8 @@ class SemiVarianceRegularizer(nn.Module):
         self, embeddings: Tensor, layout: ClassLayout, count: Tensor, panels: Panels | None
     ) -> Tensor:
         """The same for a layout that is known; count: [N], 0 for a row that is no query. panels: of these ranges."""
-        deviation = Deviation(self.max_class_size, self.memory_budget, True, layout.order, self.detach_mean)
+        bounds = self.max_class_size, self.memory_budget
+        deviation = Deviation(*bounds, True, layout.order, self.detach_mean, self.products)
         return semi_variance_total(
             embeddings,
             layout.start,

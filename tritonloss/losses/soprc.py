@@ -49,7 +49,7 @@ from tritonloss.ops import (
 )
 from tritonloss.ops.shares import own_share
 from tritonloss.ops.streaming import budget_bytes
-from tritonloss.types import IndicesTuple, LossDict, accumulation_dtype, upcast
+from tritonloss.types import IndicesTuple, LossDict, ProductMode, accumulation_dtype, upcast
 
 
 def soprc_loss(
@@ -65,6 +65,7 @@ def soprc_loss(
     average: Average = "macro",
     max_class_size: int | None = None,
     memory_budget: int | None = None,
+    products: ProductMode | None = None,
 ) -> Tensor:
     """The SOPRC loss of embeddings with labels for a given memory (`SOPRCLoss` without its state and Eq. 9).
 
@@ -75,7 +76,7 @@ def soprc_loss(
         labels: [N] integer, in 0 .. C - 1: the row of the memory.
         memory: [C, V], the remembered scores v of each class; constant.
         prior: the number pi, or one for each class [C], between 0 and 1; or "batch", n_+ / (n_+ + n_-) of the query.
-        tau1, tau2, tpr_offset, tpr_grad, average, max_class_size, memory_budget: as for `SOPRCLoss`.
+        tau1, tau2, tpr_offset, tpr_grad, average, max_class_size, memory_budget, products: as for `SOPRCLoss`.
 
     Returns:
         Scalar in the dtype of the embeddings (float32 inside autocast); 0 where no query has a positive and a negative.
@@ -89,7 +90,7 @@ def soprc_loss(
     options = Options(tau1, tau2, tpr_offset, tpr_grad, average)
     with full_precision(embeddings):
         classes = class_labels(labels, memory.shape[0])
-        queries = Queries.of_embeddings(embeddings, classes, max_class_size, memory_budget)
+        queries = Queries.of_embeddings(embeddings, classes, max_class_size, memory_budget, products)
         loss = queries.loss(queries.rows_of(memory), prior_of_queries(prior, queries), options)
     return loss.to(output_dtype(embeddings))
 
@@ -198,6 +199,8 @@ class SOPRCLoss(ScoreMemory):
             without the check neither positive nor negative.
         memory_budget: bytes that similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU and a
             sixteenth of the device's memory on CUDA.
+        products: how rows are multiplied, "auto", "ieee" or "split"; default TRITONLOSS_PRODUCTS, else "auto": see
+            `tritonloss.ops.products`. Results of both have the precision of float32.
 
     Cost: with embeddings, time O(N^2 D + sum over classes of n^2 (N - n + V)), n the size of a class: one walk over
     panels of the similarity matrix gives value and gradient of the loss, another one those of Eq. 9. Memory
@@ -240,6 +243,7 @@ class SOPRCLoss(ScoreMemory):
         max_class_size: int | None = None,
         check_label_range: bool = True,
         memory_budget: int | None = None,
+        products: ProductMode | None = None,
     ) -> None:
         if w_var is not None:
             check_numbers(w_var=w_var)
@@ -251,6 +255,7 @@ class SOPRCLoss(ScoreMemory):
         self.max_class_size, self.memory_budget = check_bounds(
             max_class_size=max_class_size, memory_budget=memory_budget
         )
+        self.products = products
         self.check_label_range = check_label_range
         self.semi_variance = SemiVarianceRegularizer(
             var_weights,
@@ -258,6 +263,7 @@ class SOPRCLoss(ScoreMemory):
             detach_mean=var_detach_mean,
             max_class_size=max_class_size,
             memory_budget=memory_budget,
+            products=products,
         )
         self._given_prior = class_prior(prior, self.num_classes)
         # On the device of the other buffers, which may be the meta device.
@@ -385,7 +391,8 @@ class SOPRCLoss(ScoreMemory):
         classes = class_labels(labels, self.num_classes, check=self.check_label_range)
         # Half rows get the sum of two gradients: it is rounded once.
         embeddings = upcast(embeddings)
-        queries = Queries.of_embeddings(embeddings, classes, self.max_class_size, self.memory_budget)
+        bounds = self.max_class_size, self.memory_budget
+        queries = Queries.of_embeddings(embeddings, classes, *bounds, self.products)
         terms, commit = self._loss_term(queries, (-1.0, 1.0), update)
         w_var = 1 if self.w_var is None else self.w_var
         if w_var:
@@ -458,11 +465,17 @@ class Queries:
     layout: ClassLayout | None
     max_class_size: int | None
     memory_budget: int | None
+    products: ProductMode | None = None
     panels: Panels | None = None
 
     @classmethod
     def of_embeddings(
-        cls, embeddings: Tensor, classes: Tensor, max_class_size: int | None, memory_budget: int | None
+        cls,
+        embeddings: Tensor,
+        classes: Tensor,
+        max_class_size: int | None,
+        memory_budget: int | None,
+        products: ProductMode | None,
     ) -> Queries:
         """Every row is a query, its positives the other rows of its class."""
         if selected_backend() == "reference":
@@ -474,7 +487,7 @@ class Queries:
         n_negatives = classes.shape[0] - layout.count
         return cls(
             embeddings, (), layout.start, count, (count - 1).clamp(min=0), n_negatives, in_order, layout,
-            max_class_size, memory_budget,
+            max_class_size, memory_budget, products,
         )._with_panels()  # fmt: skip
 
     @classmethod
@@ -540,6 +553,7 @@ class Queries:
             grid,
             list(score_range or ()),
             budget_bytes(self.inputs.device, self.memory_budget),
+            self.products or "",
         )
         part = (
             score_quantiles(*arguments) if self.panels is None else score_quantiles(*arguments, self.panels)
@@ -572,6 +586,7 @@ class Queries:
             options.tau1,
             max_class_size=self.max_class_size,
             memory_budget=self.memory_budget,
+            products=self.products,
             normalize=order is not None,
         )
         return rank_total(

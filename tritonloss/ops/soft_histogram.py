@@ -13,10 +13,11 @@ from torch.nn import functional as F
 from tritonloss.backends import backend_module, selected_backend
 from tritonloss.distances import Distance, call_with_parameters, parameters_of
 from tritonloss.ops.library import Inputs, OutsideGraph, Pass, attach, kept_for
+from tritonloss.ops.panels import ROW_STRIDE_UNIT
 from tritonloss.ops.shares import Share, own_share
 from tritonloss.ops.sources import Called, Products, Rows, checked, distance_of_rows
-from tritonloss.ops.streaming import MIN_ROWS, ROW_STRIDE_UNIT, budget_bytes, rows_per_block
-from tritonloss.types import accumulation_dtype, upcast, widest
+from tritonloss.ops.streaming import MIN_ROWS, budget_bytes, rows_per_block
+from tritonloss.types import ProductMode, accumulation_dtype, upcast, widest
 
 
 class SoftHistograms(NamedTuple):
@@ -34,6 +35,7 @@ class Counting:
     the backward pass; its parameters, if it is a module, get their gradient. torch.compile leaves its graph there.
     normalize: divide each row by its Euclidean norm (by 1e-12 if that is larger) within the pass.
     order: [N] int64, the original row of each row that the ranges speak of; None for the order that is given.
+    products: how rows are multiplied, see `tritonloss.ops.products`; None for TRITONLOSS_PRODUCTS, else "auto".
     """
 
     bins: int
@@ -43,6 +45,7 @@ class Counting:
     normalize: bool = False
     order: Tensor | None = None
     distance: Callable[[Tensor, Tensor], Tensor] | None = None
+    products: ProductMode | None = None
 
 
 def soft_histogram(
@@ -56,6 +59,7 @@ def soft_histogram(
     descending: bool = False,
     position: Tensor | None = None,
     memory_budget: int | None = None,
+    products: ProductMode | None = None,
 ) -> SoftHistograms:
     """Histograms of s = queries @ keys.T over the nodes t_r = -1 + 2r / bins, r = 0 .. bins, for s in [-1, 1].
 
@@ -78,6 +82,8 @@ def soft_histogram(
             costs half, because whole blocks of pairs that were counted before are skipped.
         memory_budget: what the similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU, a
             sixteenth of the device on CUDA.
+        products: how rows are multiplied, "auto", "ieee" or "split", see `tritonloss.ops.products`; default
+            TRITONLOSS_PRODUCTS, else "auto".
 
     Returns:
         SoftHistograms(positives, negatives), [bins + 1] or [Q, bins + 1] float64 (float32 on a device that may not have
@@ -98,7 +104,7 @@ def soft_histogram(
         raise ValueError(
             f"position is None for {queries.shape[0]} queries and {keys.shape[0]} keys: expected as many keys"
         )
-    counting = Counting(bins, per_query, descending, memory_budget)
+    counting = Counting(bins, per_query, descending, memory_budget, products=products)
     return histograms_of(queries, None if queries is keys else keys, start, count, counting, position)
 
 
@@ -264,6 +270,7 @@ def _options(
         own.stop,
         budget_bytes(queries.device, counting.memory_budget),
         selected_backend(),
+        counting.products or "",
     )
     return options if counting.distance is None else (*options, counting.distance)
 
@@ -335,7 +342,7 @@ def _tiles(
     size = rows_per_block(n_rows, n_keys, itemsize, device, budget)
     if skips and device.type == "cpu":
         # What a panel skips is decided by its first row. Launches, which a GPU would have more of, cost little here.
-        size = min(size, max(MIN_ROWS["cpu"], n_rows // 8, PAIRS_PER_TILE // max(1, n_keys)))
+        size = min(size, max(MIN_ROWS, n_rows // 8, PAIRS_PER_TILE // max(1, n_keys)))
     tiles = []
     for begin in range(0, n_rows, size):
         # Kernels rely on the alignment of the first score of a row.
@@ -362,6 +369,7 @@ def _run(
     last: int,
     budget: int,
     backend: str,
+    products: str,
     distance: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """Histograms [2, bins + 1] or [Q, 2, bins + 1] of the queries first .. last - 1, or the values of `function` [Q].
@@ -381,7 +389,7 @@ def _run(
     if distance is None:
         rows, others = Rows(queries, order, normalize), None if keys is None else Rows(keys, None, normalize)
         height = max((tile.rows.stop - tile.rows.start for tile in tiles), default=0)
-        source = Products(rows, others, 1.0, height, own, needs)
+        source = Products(rows, others, 1.0, height, own, needs, products, backend)
     else:
         in_order = queries if order is None else queries.index_select(0, order)
         source = Called((in_order, *inputs[1:]), distance_of_rows(distance, own), needs)
@@ -504,7 +512,7 @@ def _fake(
 histogram_pass = Pass(
     "histogram",
     "Tensor? order, Tensor start, Tensor count, Tensor? position, int bins, bool per_query, bool descending, "
-    "bool normalize, str function, SymInt first, SymInt last, int budget, str backend",
+    "bool normalize, str function, SymInt first, SymInt last, int budget, str backend, str products",
     _run,
     _fake,
     n_results=1,
