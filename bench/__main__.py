@@ -12,7 +12,18 @@ from pathlib import Path
 from bench import report
 
 RESULTS = Path(__file__).parent / "results"
-BENCHMARKS = ("pnp", "large_classes", "proxy_anchor", "smoothap", "soprc", "histogram", "fastap")
+BENCHMARKS = (
+    "pnp",
+    "large_classes",
+    "proxy_anchor",
+    "smoothap",
+    "soprc",
+    "histogram",
+    "fastap",
+    "pairs",
+    "triplets",
+    "infonce",
+)
 
 
 def main() -> None:

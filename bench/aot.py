@@ -31,8 +31,8 @@ except ImportError:
     AttrsDescriptor = None
 
 from tritonloss.backends import large_classes, tuning
-from tritonloss.backends.triton import INTERPRETED, KERNELS
-from tritonloss.ops.rank import SURROGATES
+from tritonloss.backends.surrogates import PLAIN, WITH_NUMBERS
+from tritonloss.backends.triton import INTERPRETED, KERNELS, NUMBERS
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -47,13 +47,16 @@ NUM_STAGES = 3  # what triton.Config asks for
 # What the arguments of a kernel do not say: the values of its constants besides those of tuning.CONFIGS, and which
 # pointers are not to scores. A new kernel needs an entry for each new name.
 OPTIONS: dict[str, tuple[Any, ...]] = {
-    "SURROGATE": SURROGATES,
+    "SURROGATE": PLAIN,
+    **dict.fromkeys(NUMBERS, (0.5,)),
     "WITH_SLOPES": (True, False),
     "WITH_POSITIVES": (False, True),
     "ONE_TILE": (True, False),
     "DESCENDING": (False, True),
     "WEIGHED": (True, False),
     "STRICT": (True, False),
+    "MAP": ("linear", "circle"),
+    "WITH_SCORES": (True, False),
     "PER_UNIT": tuple(sorted({stencil.per_unit for stencil in large_classes.STENCILS.values()})),
     "POINTS": tuple(sorted({stencil.points for stencil in large_classes.STENCILS.values()})),
 }
@@ -84,7 +87,8 @@ class Build:
 
 def options_of(kernel: str) -> dict[str, tuple[Any, ...]]:
     """The constants of a kernel that neither the tile nor the dtype decides, and their values."""
-    return {name: values for name, values in OPTIONS.items() if name in KERNELS[kernel].arg_names}
+    options = {name: values for name, values in OPTIONS.items() if name in KERNELS[kernel].arg_names}
+    return options | {"SURROGATE": tuple(WITH_NUMBERS)} if kernel.startswith("pair_terms") else options
 
 
 def builds(arch: str, kernel: str) -> Iterator[Build]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 
-def peak_bytes(benchmark: str, name: str, *sizes: int, device: str) -> int:
+def peak_bytes(benchmark: str, name: str, *sizes: int | str, device: str) -> int:
     """The figure, from a fresh process."""
     command = [sys.executable, "-m", "bench.memory", benchmark, name, *map(str, sizes), device]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
@@ -47,7 +47,8 @@ def _peak_of_the_process(run: Callable[[], object]) -> int:
 def main() -> None:
     benchmark, name, *sizes, device = sys.argv[1:]
     step = importlib.import_module(f"bench.{benchmark}").step
-    print(peak_above(step(name, *map(int, sizes), True, device), device))
+    numbers = (int(size) if size.isdecimal() else size for size in sizes)
+    print(peak_above(step(name, *numbers, True, device), device))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """What others would write: the comparisons of the benchmark. Only those named `pml_` need pytorch-metric-learning."""
 
 import importlib
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -180,3 +182,59 @@ def pml_histogram() -> torch.nn.Module:
 
 def pml_fastap() -> torch.nn.Module:
     return pml("FastAPLoss")
+
+
+def info_nce_dense(queries: Tensor, keys: Tensor) -> Tensor:
+    """InfoNCE in both directions at temperature 0.05, as torch users write it: the N x N logits, twice."""
+    logits = F.normalize(queries, dim=1) @ F.normalize(keys, dim=1).T / 0.05
+    target = torch.arange(len(queries), device=queries.device)
+    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+
+
+def info_nce_linear(queries: Tensor, keys: Tensor) -> Tensor:
+    """The same with the chunks of torch 2.13, which hold no N x N tensor."""
+    queries, keys = F.normalize(queries, dim=1) / 0.05, F.normalize(keys, dim=1)
+    target = torch.arange(len(queries), device=queries.device)
+    options = torch.nn.LinearCrossEntropyOptions()
+    forward = F.linear_cross_entropy(queries, keys, target, options=options)
+    return (forward + F.linear_cross_entropy(keys, queries, target, options=options)) / 2
+
+
+def _of_each_query(embeddings: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """The differences of all rows from the positives [N, P], which rows are positives [N], and the query.
+
+    As published code of losses of ranks does it: one query after the other.
+    """
+    rows = F.normalize(embeddings, dim=1)
+    for query in range(len(rows)):
+        scores = rows @ rows[query]
+        is_positive = labels == labels[query]
+        yield scores[:, None] - scores[is_positive], is_positive, query
+
+
+def recall_at_k_loop(embeddings: Tensor, labels: Tensor) -> Tensor:
+    """RecallAtK of its defaults, one query after the other."""
+    terms = []
+    for difference, is_positive, query in _of_each_query(embeddings, labels):
+        members = is_positive.nonzero().squeeze(1)
+        above = torch.sigmoid(difference / 0.01)
+        above[members, torch.arange(len(members), device=members.device)] = 0
+        above[query] = 0
+        rank = (1 + above.sum(0))[members != query]
+        hits = [torch.sigmoid(k - rank).sum().clamp(max=k) / min(k, len(rank)) for k in (1, 2, 4, 8)]
+        terms.append(1 - torch.stack(hits).mean())
+    return torch.stack(terms).mean()
+
+
+def sup_ap_loop(embeddings: Tensor, labels: Tensor) -> Tensor:
+    """SupAP of its defaults, one query after the other."""
+    terms = []
+    for difference, is_positive, _ in _of_each_query(embeddings, labels):
+        sigmoid = torch.sigmoid(difference / 0.01)
+        step = torch.where(difference > 0, 0.5 + sigmoid, sigmoid)
+        height = 0.5 + 1 / (1 + math.exp(-5))
+        step = torch.where(difference > 0.05, height + 100 * (difference - 0.05), step)
+        own = 1 + (difference[is_positive] > 0).sum(0)
+        above = step[~is_positive].sum(0)
+        terms.append((above / (own + above)).mean())
+    return torch.stack(terms).mean()

@@ -31,6 +31,13 @@ LOSSES: dict[str, Callable[[int, int], nn.Module]] = {
     "FastAPLoss": lambda n_classes, dim: losses.FastAPLoss(),
     "ProxyAnchorLoss": losses.ProxyAnchorLoss,
     "SOPRCLoss": lambda n_classes, dim: losses.SOPRCLoss(n_classes),
+    "NTXentLoss": lambda n_classes, dim: losses.NTXentLoss(),
+    "SupConLoss": lambda n_classes, dim: losses.SupConLoss(),
+    "MultiSimilarityLoss": lambda n_classes, dim: losses.MultiSimilarityLoss(),
+    "CircleLoss": lambda n_classes, dim: losses.CircleLoss(),
+    "TripletMarginLoss": lambda n_classes, dim: losses.TripletMarginLoss(),
+    "RecallAtKLoss": lambda n_classes, dim: losses.RecallAtKLoss(),
+    "SupAPLoss": lambda n_classes, dim: losses.SupAPLoss(),
 }
 # What starts nothing on a device: views, allocations, and reading a number that is there.
 FREE = {
@@ -140,6 +147,11 @@ def rivals() -> dict[str, nn.Module]:
         "HistogramLoss": pml.HistogramLoss(n_bins=100),
         "FastAPLoss": pml.FastAPLoss(),
         "ProxyAnchorLoss": pml.ProxyAnchorLoss(2, 8),
+        "NTXentLoss": pml.NTXentLoss(),
+        "SupConLoss": pml.SupConLoss(),
+        "MultiSimilarityLoss": pml.MultiSimilarityLoss(),
+        "CircleLoss": pml.CircleLoss(),
+        "TripletMarginLoss": pml.TripletMarginLoss(),
     }
 
 

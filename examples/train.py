@@ -38,8 +38,16 @@ LOSSES: dict[str, Callable[[argparse.Namespace, int, int], nn.Module]] = {
     "smoothap": lambda args, classes, size: losses.SmoothAPLoss(args.temperature),
     "soprc": lambda args, classes, size: losses.SOPRCLoss(classes),
     "proxy-anchor": lambda args, classes, size: losses.ProxyAnchorLoss(classes, size),
+    "recall-at-k": lambda args, classes, size: losses.RecallAtKLoss(temperature=args.temperature),
+    "sup-ap": lambda args, classes, size: losses.SupAPLoss(args.temperature),
+    "triplet-margin": lambda args, classes, size: losses.TripletMarginLoss(),
     "histogram": lambda args, classes, size: losses.HistogramLoss(),
     "fastap": lambda args, classes, size: losses.FastAPLoss(),
+    "ntxent": lambda args, classes, size: losses.NTXentLoss(),
+    "supcon": lambda args, classes, size: losses.SupConLoss(),
+    "multi-similarity": lambda args, classes, size: losses.MultiSimilarityLoss(),
+    "circle": lambda args, classes, size: losses.CircleLoss(),
+    "infonce": lambda args, classes, size: losses.InfoNCELoss(),
 }
 
 

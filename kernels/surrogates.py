@@ -69,13 +69,19 @@ def exponential(x, FAST_MATH: tl.constexpr):
 
 
 @triton.jit
-def sigmoid(difference, FAST_MATH: tl.constexpr):
-    # The exponent is never positive: nothing overflows, both tails keep full relative accuracy.
+def decay_of(difference, FAST_MATH: tl.constexpr):
+    """e^-|x|."""
     distance = -tl.abs(difference)
     if difference.dtype == tl.float32:
-        decay = exponential(tl.maximum(distance, FLOOR, propagate_nan=tl.PropagateNan.ALL), FAST_MATH)
+        return exponential(tl.maximum(distance, FLOOR, propagate_nan=tl.PropagateNan.ALL), FAST_MATH)
     else:
-        decay = tl.exp2(distance * LOG2_E)
+        return tl.exp2(distance * LOG2_E)
+
+
+@triton.jit
+def sigmoid(difference, FAST_MATH: tl.constexpr):
+    # The exponent is never positive: nothing overflows, both tails keep full relative accuracy.
+    decay = decay_of(difference, FAST_MATH)
     scale = reciprocal(1.0 + decay, FAST_MATH)
     tail = decay * scale
     return tl.where(difference > 0, scale, tail), tail * scale
@@ -189,3 +195,60 @@ def surrogate(difference, SURROGATE: tl.constexpr, FAST_MATH: tl.constexpr):
     else:
         tl.static_assert(SURROGATE == "one_side_huber", "unknown surrogate")
         return one_side_huber(difference)
+
+
+@triton.jit
+def hinge(difference, margin: tl.constexpr):
+    """max(x + margin, 0)."""
+    x = difference + margin
+    # A NaN is not below 0, and goes on.
+    return tl.where(x <= 0, 0.0, x), tl.where(x > 0, 1.0, tl.where(x <= 0, 0.0, x))
+
+
+@triton.jit
+def softplus(difference, margin: tl.constexpr, FAST_MATH: tl.constexpr):
+    """ln(1 + e^(x + margin))."""
+    x = difference + margin
+    decay = decay_of(x, FAST_MATH)
+    one_more = 1.0 + decay
+    # ln(1 + y): what 1 + y has lost of y is lost by ln(1 + y) / (1 + y - 1) in the same way.
+    is_one = one_more == 1.0
+    logarithm = tl.where(is_one, decay, tl.log(one_more) * (decay / tl.where(is_one, 1.0, one_more - 1.0)))
+    slope, _ = sigmoid(x, FAST_MATH)
+    return tl.where(x <= 0, 0.0, x) + logarithm, slope
+
+
+@triton.jit
+def upper_step(
+    difference,
+    bend: tl.constexpr,
+    rise: tl.constexpr,
+    jump: tl.constexpr,
+    height: tl.constexpr,
+    FAST_MATH: tl.constexpr,
+):
+    """sigmoid(x) up to 0, jump + sigmoid(x) up to `bend`, then height + rise (x - bend)."""
+    value, slope = sigmoid(difference, FAST_MATH)
+    value = tl.where(difference > 0, value + jump, value)
+    is_line = difference > bend
+    return tl.where(is_line, height + rise * (difference - bend), value), tl.where(is_line, rise, slope)
+
+
+@triton.jit
+def pair_term(
+    difference,
+    first: tl.constexpr,
+    second: tl.constexpr,
+    third: tl.constexpr,
+    fourth: tl.constexpr,
+    SURROGATE: tl.constexpr,
+    FAST_MATH: tl.constexpr,
+):
+    """g and g' of the surrogates with numbers; those that a surrogate does not have are not read."""
+    if SURROGATE == "hinge":
+        return hinge(difference, first)
+    elif SURROGATE == "softplus":
+        return softplus(difference, first, FAST_MATH)
+    else:
+        tl.static_assert(SURROGATE == "upper_step", "unknown surrogate")
+        return upper_step(difference, first, second, third, fourth, FAST_MATH)

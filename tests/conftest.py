@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -49,7 +51,26 @@ def correct_interpreter() -> None:
     getattr(interpreter, "RESERVED_KWS", []).extend(launch_options)  # a list of 3.2 only
 
 
+def speed_up_interpreter() -> None:
+    """Let it list the functions of Triton's language once, and not at every call of a function within a kernel.
+
+    Where it lists them, it takes those that are builtin, and stands in for them; which ones are does not change.
+    """
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    core = importlib.import_module("triton.language.core")
+
+    @functools.cache
+    def builtin_names(package: Any) -> list[str]:
+        return [name for name, member in inspect.getmembers(package) if core.is_builtin(member)]
+
+    def members(package: Any) -> list[tuple[str, Any]]:
+        return [(name, getattr(package, name)) for name in builtin_names(package)]
+
+    interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": members})
+
+
 if INTERPRETED and importlib.util.find_spec("triton"):
+    speed_up_interpreter()
     triton_version = tuple(map(int, importlib.import_module("triton").__version__.split(".")[:2]))
     if triton_version <= (3, 6):
         correct_interpreter()
@@ -62,6 +83,23 @@ settings.load_profile("fixed")  # pytest --hypothesis-profile=random searches fu
 def pytest_configure() -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The interpreter is slow: what holds for every loss is tested of the kernels of those that ask for it."""
+    if INTERPRETED:
+        repeated = [item for item in items if repeats_kernels(item)]
+        config.hook.pytest_deselected(items=repeated)
+        items[:] = [item for item in items if item not in set(repeated)]
+
+
+def repeats_kernels(item: pytest.Item) -> bool:
+    from registry import LOSSES
+
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    loss = parameters.get("loss") if "loss" in getattr(item, "fixturenames", ()) else None
+    case = LOSSES.get(loss) if isinstance(loss, str) else None
+    return case is not None and not case.interpreted and parameters.get("backend") == "triton"
 
 
 @pytest.fixture(scope="session")

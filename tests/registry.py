@@ -23,6 +23,8 @@ class LossCase:
     bounded: the options with which it never does, for classes of up to 9 rows; None if there are none.
     regularized: takes `embedding_regularizer`.
     twice: has a second derivative under use_backend("reference").
+    references: takes `ref_emb`.
+    interpreted: whether the tests of every loss run its kernels under the interpreter too, not on a GPU alone.
     """
 
     build: Callable[..., nn.Module]
@@ -32,6 +34,8 @@ class LossCase:
     bounded: dict[str, Any] | None = None
     regularized: bool = True
     twice: bool = True
+    references: bool = False
+    interpreted: bool = True
 
     def module(self, n_classes: int, like: Tensor, **options: Any) -> nn.Module:
         """A new module with the same parameters each time, in the dtype and on the device of the rows."""
@@ -65,11 +69,57 @@ LOSSES = {
         needs_pair=False,
         bounded={"check_label_range": False},
     ),
+    "RecallAtKLoss": LossCase(
+        lambda n_classes, dim, **options: losses.RecallAtKLoss((1, 2, 4), **options),
+        bounded={"max_class_size": 9},
+    ),
+    "SupAPLoss": LossCase(
+        lambda n_classes, dim, **options: losses.SupAPLoss(**options),
+        bounded={"max_class_size": 9},
+    ),
+    "TripletMarginLoss": LossCase(
+        lambda n_classes, dim, **options: losses.TripletMarginLoss(**options),
+        bounded={"max_class_size": 9},
+    ),
     "SOPRCLoss": LossCase(
         lambda n_classes, dim, **options: losses.SOPRCLoss(n_classes, memory_size=8, **options),
         opaque_labels=False,
         host_syncs=2,
         bounded={"max_class_size": 9, "check_label_range": False},
         regularized=False,
+    ),
+    # Their kernels have tests of their own, and test_logsumexp_losses.py.
+    "NTXentLoss": LossCase(
+        lambda n_classes, dim, **options: losses.NTXentLoss(**options),
+        bounded={"max_class_size": 9},
+        references=True,
+        interpreted=False,
+    ),
+    "SupConLoss": LossCase(
+        lambda n_classes, dim, **options: losses.SupConLoss(**options),
+        bounded={"max_class_size": 9},
+        references=True,
+        interpreted=False,
+    ),
+    "MultiSimilarityLoss": LossCase(
+        lambda n_classes, dim, **options: losses.MultiSimilarityLoss(**options),
+        needs_pair=False,
+        host_syncs=0,
+        bounded={},
+        references=True,
+        interpreted=False,
+    ),
+    "CircleLoss": LossCase(
+        lambda n_classes, dim, **options: losses.CircleLoss(**options),
+        host_syncs=0,
+        bounded={},
+        references=True,
+        interpreted=False,
+    ),
+    "InfoNCELoss": LossCase(
+        lambda n_classes, dim, **options: losses.InfoNCELoss(**options),
+        bounded={"max_class_size": 9},
+        references=True,
+        interpreted=False,
     ),
 }

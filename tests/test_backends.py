@@ -31,7 +31,7 @@ from tritonloss.backends import (
 )
 from tritonloss.backends import triton as triton_backend
 from tritonloss.layout import Positives
-from tritonloss.losses import PNPLoss
+from tritonloss.losses import NTXentLoss, PNPLoss
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -268,8 +268,14 @@ def test_the_choice_is_the_code_that_runs(monkeypatch: pytest.MonkeyPatch, devic
 def stand_in_backend() -> ModuleType:
     """The eager functions under another name."""
     module = ModuleType("stand_in")
-    for function in backends.BLOCK_FUNCTIONS:
-        setattr(module, function, getattr(importlib.import_module("tritonloss.backends.eager"), function))
+    for names, source in (
+        (backends.BLOCK_FUNCTIONS, "eager"),
+        (backends.LOGSUMEXP_FUNCTIONS, "eager_logsumexp"),
+    ):
+        for function in names:
+            setattr(
+                module, function, getattr(importlib.import_module(f"tritonloss.backends.{source}"), function)
+            )
     return module
 
 
@@ -291,7 +297,8 @@ def test_a_registered_backend_serves_every_loss(registry: None, monkeypatch: pyt
 
         return called
 
-    for function in backends.BLOCK_FUNCTIONS:
+    functions = {*backends.BLOCK_FUNCTIONS, *backends.LOGSUMEXP_FUNCTIONS}
+    for function in functions:
         monkeypatch.setattr(module, function, spy(function))
     register_backend("stand-in", module)
     rows, labels = E1.on(CPU)
@@ -301,7 +308,7 @@ def test_a_registered_backend_serves_every_loss(registry: None, monkeypatch: pyt
             with use_backend(name):
                 results.append(value_and_grad(case.module(2, rows), rows, labels))
         assert_close(*results)
-    assert set(calls) == set(backends.BLOCK_FUNCTIONS)
+    assert set(calls) == functions
     assert resolve_backend("auto", CPU) == "eager"
 
 
@@ -330,6 +337,17 @@ def test_a_backend_needs_all_functions(registry: None) -> None:
         register_backend("half", module)
     with pytest.raises(ValueError, match="backend name is 'half'"):
         use_backend("half")
+
+
+def test_log_sum_exp_losses_name_what_a_backend_lacks(registry: None) -> None:
+    module = stand_in_backend()
+    del module.pair_logsumexp_backward
+    register_backend("without", module)
+    rows, labels = E1.on(CPU)
+    with use_backend("without"):
+        PNPLoss()(rows, labels)
+        with pytest.raises(RuntimeError, match="no block functions pair_logsumexp_backward"):
+            NTXentLoss()(rows, labels)
 
 
 def test_the_reference_has_no_blocks() -> None:

@@ -21,6 +21,13 @@ MOST_OPERATIONS = {
     "FastAPLoss": 89,
     "ProxyAnchorLoss": 48,
     "SOPRCLoss": 350,
+    "NTXentLoss": 77,
+    "SupConLoss": 101,
+    "MultiSimilarityLoss": 71,
+    "CircleLoss": 67,
+    "TripletMarginLoss": 65,
+    "RecallAtKLoss": 148,
+    "SupAPLoss": 51,
 }
 MOST_CALLS = {
     "PNPLoss": 110,
@@ -29,6 +36,13 @@ MOST_CALLS = {
     "FastAPLoss": 110,
     "ProxyAnchorLoss": 120,
     "SOPRCLoss": 210,
+    "NTXentLoss": 120,
+    "SupConLoss": 120,
+    "MultiSimilarityLoss": 120,
+    "CircleLoss": 120,
+    "TripletMarginLoss": 160,
+    "RecallAtKLoss": 120,
+    "SupAPLoss": 120,
 }
 
 

@@ -487,6 +487,14 @@ BOUNDS = {
         *batch, torch.eye(2, dtype=torch.float64), **options
     ),
     "SOPRCLoss": None,
+    "RecallAtKLoss": functional.recall_at_k_loss,
+    "SupAPLoss": functional.sup_ap_loss,
+    "TripletMarginLoss": functional.triplet_margin_loss,
+    "NTXentLoss": functional.nt_xent_loss,
+    "SupConLoss": functional.sup_con_loss,
+    "MultiSimilarityLoss": functional.multi_similarity_loss,
+    "CircleLoss": functional.circle_loss,
+    "InfoNCELoss": lambda rows, labels, **options: functional.info_nce_loss(rows, labels=labels, **options),
 }
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tritonloss import distances, functional, losses, reducers, regularizers, use_backend
-from tritonloss.backends import backend_module
+from tritonloss.backends import LOGSUMEXP_FUNCTIONS, backend_module, logsumexp_module
 from tritonloss.distributed import DistributedLoss
 from tritonloss.ops import streaming
 from tritonloss.ops.shares import own_share
@@ -118,6 +118,20 @@ CASES: dict[str, tuple[Callable[[Tensor], Any], Call]] = {
             negatives=masks(labels)[1],
             classes=labels,
         ),
+    ),
+    "two towers": (
+        lambda rows: losses.InfoNCELoss(
+            nn.Parameter(torch.tensor(0.3, dtype=rows.dtype)), directions="both", label_smoothing=0.1
+        ),
+        lambda loss, rows, labels: loss(rows, ref_emb=rows.flip(1).sin()),
+    ),
+    "reference set": (
+        lambda rows: losses.SupConLoss(),
+        lambda loss, rows, labels: loss(rows, labels, ref_emb=rows.flip(1).sin(), ref_labels=labels),
+    ),
+    "pairs of a reference set": (
+        lambda rows: losses.NTXentLoss(),
+        lambda loss, rows, labels: loss(rows, None, mined(labels), rows.flip(1).sin()),
     ),
     "binary": (
         lambda rows: losses.SOPRCLoss(memory_size=8),
@@ -299,6 +313,7 @@ def using(backend: str) -> Iterator[None]:
 def work_of_this_rank() -> dict[str, int]:
     """The pairs that the block functions of this rank see in a batch of 64 rows, or of 64 rows and 64 proxies."""
     module = backend_module("eager", torch.device("cpu"))
+    of_pairs = logsumexp_module("eager", torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(64, DIM, generator=generator)
     labels = torch.arange(64) // 2
@@ -324,6 +339,8 @@ def work_of_this_rank() -> dict[str, int]:
                 for direction in ("forward", "backward"):
                     attribute = f"{function}_{direction}"
                     patch.setattr(module, attribute, count(getattr(module, attribute)))
+            for attribute in LOGSUMEXP_FUNCTIONS:
+                patch.setattr(of_pairs, attribute, count(getattr(of_pairs, attribute)))
             loss = DistributedLoss(case.module(64, rows))
             loss(rows[first:last].requires_grad_(), labels[first:last]).backward()
         pairs[name] = total
@@ -384,11 +401,15 @@ def whole_call(name: str, ranks: list[Any], dtype: torch.dtype) -> dict[str, Any
     """One process with the whole batch; mined pairs are those that the ranks mined."""
     rows, labels = batch(dtype)
     make, call = CASES[name]
-    if name in ("mined", "mined triplets", "listed pairs"):
+    if name in ("mined", "mined triplets", "listed pairs", "pairs of a reference set"):
         mine = triplets if name == "mined triplets" else mined
         lists = [[entry + part.start for entry in mine(labels[part])] for part in parts(ranks)]
         indices = tuple(torch.cat(entries) for entries in zip(*lists, strict=True))
-        given = None if name == "listed pairs" else labels
+        given = labels if name in ("mined", "mined triplets") else None
+        if name == "pairs of a reference set":
+            return evaluate(
+                make(rows), lambda loss, e, y: loss(e, given, indices, e.flip(1).sin()), rows, labels
+            )
         return evaluate(make(rows), lambda loss, e, y: loss(e, given, indices), rows, labels)
     return evaluate(make(rows), call, rows, labels)
 

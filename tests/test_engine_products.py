@@ -24,6 +24,8 @@ GRADIENT_ERROR = 2 * 2.0**-17
 LOSSES: dict[str, Callable[..., nn.Module]] = {
     "PNP": lambda **o: losses.PNPLoss(variant="Ds", anneal=0.1, **o),
     "SmoothAP": lambda **o: losses.SmoothAPLoss(temperature=0.1, **o),
+    "RecallAtK": lambda **o: losses.RecallAtKLoss(temperature=0.1, **o),
+    "SupAP": lambda **o: losses.SupAPLoss(temperature=0.1, **o),
     "Histogram": lambda **o: losses.HistogramLoss(num_bins=5, **o),
     "FastAP": lambda **o: losses.FastAPLoss(num_bins=5, **o),
     "ProxyAnchor": lambda **o: losses.ProxyAnchorLoss(10, 16, alpha=4, **o),

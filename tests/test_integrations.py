@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import frameworks
 import pytest
 import torch
 from checks import ROOT, python
@@ -187,7 +188,7 @@ def test_the_package_kernels_of_others_goes_first(tmp_path: Path) -> None:
 # --- sentence-transformers ---
 
 SENTENCES = """
-import copy, sys
+import copy, os, sys
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
@@ -247,12 +248,18 @@ for _ in range(15):
     optimizer.zero_grad()
     values.append(cached_step(model, criterion, features, labels, chunk_size=5, embed=embed).item())
     optimizer.step()
+
+os.chdir(folder)
+model.save("tiny-bert")
+exec(sys.argv[2], {"__name__": "__main__"})
 print(values[0], values[-1])
 """
 
 
 def test_sentence_transformers(tmp_path: Path) -> None:
-    """A model that is made here learns with a loss as criterion, in chunks with dropout."""
+    """A model that is made here learns with a loss as criterion, in chunks with dropout; and the page's two towers."""
     require("sentence_transformers")
-    first, last = map(float, python(SENTENCES, str(tmp_path), **OFFLINE).split()[-2:])
+    two_towers = frameworks.examples("sentence-transformers.md")[-1]
+    assert "MultipleNegativesRankingLoss" in two_towers
+    first, last = map(float, python(SENTENCES, str(tmp_path), two_towers, **OFFLINE).split()[-2:])
     assert last < 0.7 * first

@@ -19,7 +19,7 @@ from registry import LOSSES
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tritonloss import use_backend
+from tritonloss import losses, use_backend
 from tritonloss.indices import as_indices, miner_weights
 from tritonloss.losses import FastAPLoss, HistogramLoss, PNPLoss, ProxyAnchorLoss, SmoothAPLoss
 
@@ -40,6 +40,8 @@ MINED: dict[str, Callable[..., nn.Module]] = {
     "FastAPLoss": FastAPLoss,
     "ProxyAnchorLoss": proxy_anchor,
     "HistogramLoss": HistogramLoss,
+    "NTXentLoss": losses.NTXentLoss,
+    "CircleLoss": losses.CircleLoss,
 }
 MINERS = {
     "BatchHardMiner": pml_miners.BatchHardMiner,
@@ -162,7 +164,11 @@ def test_multiple_losses_by_name() -> None:
     assert_close(criterion(*BATCH), 2 * SmoothAPLoss()(*BATCH) + 3 * FastAPLoss()(*BATCH), rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+WITHOUT_REFERENCES = [name for name, loss in LOSSES.items() if not loss.references]
+SHARED = [name for name, loss in LOSSES.items() if loss.references and hasattr(pml_losses, name)]
+
+
+@pytest.mark.parametrize("name", [*WITHOUT_REFERENCES, "InfoNCELoss"])
 def test_wrappers_of_version_2_go_by_the_name_of_the_class(name: str) -> None:
     """Version 2.9 refuses its own losses of these names just so. Two views of a batch need no wrapper."""
     criterion = LOSSES[name].module(12, BATCH.rows)
@@ -185,7 +191,31 @@ class SelfSupervised(pml_losses.SelfSupervisedLoss):
         pass
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_self_supervised_loss_with_a_reference_set(name: str, symmetric: bool) -> None:
+    def value_of(criterion: nn.Module) -> tuple[Tensor, Tensor]:
+        wrapper = pml_losses.SelfSupervisedLoss(criterion, symmetric=symmetric)
+        return value_and_grad(lambda x, _: wrapper(x[:12], x[12:]), BATCH.rows[:24], None)
+
+    expected = value_of(getattr(pml_losses, name)())
+    # Circle there is off by e^-20.
+    assert_close(value_of(getattr(losses, name)()), expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_cross_batch_memory(name: str) -> None:
+    wrappers = [
+        pml_losses.CrossBatchMemory(getattr(module, name)(), embedding_size=6, memory_size=40)
+        for module in (losses, pml_losses)
+    ]
+    for step in range(3):
+        rows, labels = random_batch(20, 6, 5, seed=step)
+        actual, expected = (value_and_grad(wrapper.double(), rows, labels) for wrapper in wrappers)
+        assert_close(actual, expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", WITHOUT_REFERENCES)
 def test_self_supervised_loss_without_the_list_of_names(name: str) -> None:
     views = BATCH.rows[:12], BATCH.rows[12:]
     expected = LOSSES[name].module(12, BATCH.rows)(torch.cat(views), torch.arange(12).repeat(2))

@@ -187,9 +187,14 @@ def is_cosine(distance: object) -> bool:
     return _has_formula(distance, "CosineSimilarity", expected)
 
 
-def is_dot_product(distance: object) -> bool:
-    """Whether `distance` is the plain dot product of rows that are not normalised; decided as by `is_cosine`."""
-    expected = {"power": 1, "is_inverted": True, "normalize_embeddings": False}
+def is_dot_product(distance: object, *, normalized: bool = False) -> bool:
+    """Whether `distance` is the plain dot product, of rows that are not normalised, or are; decided as by `is_cosine`.
+
+    pytorch-metric-learning's normalises rows unless it is told not to.
+    """
+    expected = {"power": 1, "is_inverted": True, "normalize_embeddings": normalized}
+    if normalized:
+        expected["p"] = 2
     return _has_formula(distance, "DotProductSimilarity", expected)
 
 

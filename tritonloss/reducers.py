@@ -78,6 +78,23 @@ class MeanReducer(BaseReducer):
         return losses.mean() if losses.numel() else differentiable_zero(embeddings)
 
 
+class AvgNonZeroReducer(BaseReducer):
+    """The mean of those of each term's losses that are above 0; 0 where none is. Refuses terms that carry a divisor.
+
+    A NaN among the losses makes the result NaN.
+    """
+
+    def reduce_losses(
+        self, losses: Tensor, term: LossTerm, embeddings: Tensor, labels: Tensor | None
+    ) -> Tensor:
+        if not losses.numel():
+            return differentiable_zero(embeddings)
+        counted = losses.detach() > 0
+        # What is below 0 is left out, what is NaN is not.
+        total = losses.masked_fill(losses.detach() <= 0, 0).sum()
+        return total / counted.sum().clamp(min=1).to(losses.dtype)
+
+
 class DivisorReducer(BaseReducer):
     """The sum of each term's losses over the term's divisor; 0 where the divisor is 0.
 

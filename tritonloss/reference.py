@@ -4,11 +4,14 @@ The oracle of the tests, and what `use_backend("reference")` runs. Memory grows 
 over pairs for each query: for small N only.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tritonloss.distances import CosineSimilarity, Distance
+from tritonloss.types import IndicesTuple
 
 
 def pnp(
@@ -93,6 +96,94 @@ def smooth_ap(embeddings: Tensor, labels: Tensor, *, temperature: float = 0.01) 
     average_precision = (rank_among_positives / rank * is_positive).sum(1) / n_positives
     is_query = n_positives > 1
     return (1 - average_precision) * is_query, is_query
+
+
+def recall_at_k(
+    embeddings: Tensor,
+    labels: Tensor,
+    *,
+    ks: Sequence[int] = (1, 2, 4, 8),
+    rank_temperature: Sequence[float] = (1, 1, 1, 1),
+    temperature: float = 0.01,
+) -> tuple[Tensor, Tensor]:
+    """1 - the smooth recall of each query [N], 0 where a row has no other positive, and whether it has one [N] bool.
+
+    embeddings: [N, D]. labels: [N] integer. See `tritonloss.functional.recall_at_k_loss`.
+    """
+    s, is_positive, _ = similarity(embeddings, labels)
+    others = ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
+    # above[q, i, j]: j is neither q nor i.
+    above = torch.sigmoid((s[:, None, :] - s[:, :, None]) / temperature) * (others[:, None] & others)
+    rank = 1 + above.sum(2)
+    n_positives = is_positive.sum(1)
+    recalls = []
+    for k, width in zip(ks, rank_temperature, strict=True):
+        hits = (torch.sigmoid((k - rank) / width) * is_positive).sum(1)
+        recalls.append(hits.clamp(max=k) / n_positives.clamp(1, k))
+    is_query = n_positives > 0
+    return (1 - torch.stack(recalls).mean(0)) * is_query, is_query
+
+
+def sup_ap(
+    embeddings: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 0.01,
+    rho: float = 100,
+    delta: float = 0.05,
+    start: float = 0.5,
+    offset: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The SupAP loss of each query [N], 0 where a row has no other positive, and whether it has one [N] bool.
+
+    embeddings: [N, D]. labels: [N] integer. See `tritonloss.functional.sup_ap_loss`.
+    """
+    rows = F.normalize(embeddings, dim=1)
+    s = rows @ rows.T
+    is_positive = labels[:, None] == labels
+    difference = s[:, None, :] - s[:, :, None]
+    own = 1 + ((difference > 0) & is_positive[:, None]).sum(2)
+    step = torch.sigmoid(difference / temperature)
+    if offset is None:
+        offset = start + torch.sigmoid(torch.tensor(delta / temperature, dtype=torch.float64)).item()
+    step = torch.where(difference > 0, start + step, step)
+    step = torch.where(difference > delta, offset + rho * (difference - delta), step)
+    above = (step * ~is_positive[:, None]).sum(2)
+    n_positives = is_positive.sum(1)
+    is_query = n_positives > 1
+    return (above / (above + own) * is_positive).sum(1) / n_positives * is_query, is_query
+
+
+def triplet_margin(
+    scores: Tensor,
+    positive: Tensor,
+    negative: Tensor,
+    *,
+    margin: float = 0.05,
+    smooth_loss: bool = False,
+    triplets: str = "all",
+) -> tuple[Tensor, Tensor]:
+    """The loss of each triplet and whether it is one, [Q, N, N] each: query, positive, negative.
+
+    scores: [Q, N], larger for closer. positive, negative: [Q, N] bool. See `tritonloss.losses.TripletMarginLoss`.
+    """
+    is_triplet = positive[:, :, None] & negative[:, None]
+    if triplets == "hard":
+        farthest = torch.where(positive, scores, torch.inf).argmin(1)
+        nearest = torch.where(negative, scores, -torch.inf).argmax(1)
+        column = torch.arange(scores.shape[1], device=scores.device)
+        is_triplet = (
+            is_triplet & (column[:, None] == farthest[:, None, None]) & (column == nearest[:, None, None])
+        )
+    elif triplets == "semihard":
+        below = negative[:, None] & (scores[:, None] < scores[:, :, None])
+        highest = torch.where(below, scores[:, None], -torch.inf).argmax(2)
+        lowest = torch.where(negative, scores, torch.inf).argmin(1)[:, None]
+        chosen = torch.where(below.any(2), highest, lowest)
+        is_triplet = is_triplet & (torch.arange(scores.shape[1], device=scores.device) == chosen[:, :, None])
+    violation = torch.where(is_triplet, scores[:, None] - scores[:, :, None] + margin, -1e3)
+    losses = F.softplus(violation, threshold=1e3) if smooth_loss else torch.relu(violation)
+    return losses * is_triplet, is_triplet
 
 
 def similarity(embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -228,3 +319,167 @@ def _node_masses(place: Tensor, num_bins: int) -> Tensor:
     upper = place[..., None] - bin_
     node = torch.arange(num_bins + 1, device=place.device)
     return torch.where(node == bin_, 1 - upper, 0) + torch.where(node == bin_ + 1, upper, 0)
+
+
+def pairs(
+    embeddings: Tensor,
+    labels: Tensor | None,
+    ref_emb: Tensor | None,
+    ref_labels: Tensor | None,
+    indices_tuple: IndicesTuple | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cosine similarity [Q, N], and how often each (query, key) is a positive and a negative pair, [Q, N] int64.
+
+    Without `ref_emb` the keys are the queries, and no row is a positive of itself. With mined indices the pairs are
+    those of the tuple.
+    """
+    keys = embeddings if ref_emb is None else ref_emb
+    s = F.normalize(embeddings, dim=1) @ F.normalize(keys, dim=1).T
+    if indices_tuple is not None:
+        anchors, positives = indices_tuple[0], indices_tuple[1]
+        others, negatives = (anchors, indices_tuple[2]) if len(indices_tuple) == 3 else indices_tuple[2:]
+        return s, _occurrences(anchors, positives, s), _occurrences(others, negatives, s)
+    assert labels is not None
+    same = labels[:, None] == (labels if ref_labels is None else ref_labels)
+    positive = same & ~torch.eye(len(same), dtype=torch.bool, device=s.device) if ref_emb is None else same
+    return s, positive.to(torch.int64), (~same).to(torch.int64)
+
+
+def _occurrences(rows: Tensor, columns: Tensor, like: Tensor) -> Tensor:
+    count = torch.zeros_like(like, dtype=torch.int64)
+    return count.index_put_((rows, columns), torch.ones_like(rows, dtype=torch.int64), accumulate=True)
+
+
+def _log_sum_exp(exponents: Tensor, count: Tensor) -> Tensor:
+    """ln of the sum of count e^x over each row; -inf, with derivative 0, for a sum of nothing."""
+    is_empty = ~count.bool().any(1)
+    weights = count.clamp(min=1).to(exponents.dtype)
+    terms = torch.where(count > 0, exponents + torch.log(weights), -torch.inf)
+    total = torch.logsumexp(torch.where(is_empty[:, None], 0, terms), 1)
+    return torch.where(is_empty, -torch.inf, total)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    """ln(1 + e^x); 0, with derivative 0, for -inf."""
+    is_empty = x == -torch.inf
+    return torch.where(is_empty, 0, -F.logsigmoid(-torch.where(is_empty, 0, x)))
+
+
+def nt_xent(
+    embeddings: Tensor,
+    labels: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 0.07,
+    ref_emb: Tensor | None = None,
+    ref_labels: Tensor | None = None,
+    indices_tuple: IndicesTuple | None = None,
+) -> Tensor:
+    """The NTXent loss of each positive pair [M], by query, then by key; a pair that was mined twice occurs twice.
+
+    embeddings: [Q, D]. labels: [Q] integer. ref_emb: [N, D], ref_labels: [N] integer; None takes the queries, without
+    the pairs of a row with itself. A query without a negative has a loss of 0.
+    """
+    s, positive, negative = pairs(embeddings, labels, ref_emb, ref_labels, indices_tuple)
+    logits = s / temperature
+    above = _log_sum_exp(logits, negative)
+    query, key = positive.nonzero(as_tuple=True)
+    losses = _softplus(above[query] - logits[query, key])
+    return losses.repeat_interleave(positive[query, key])
+
+
+def sup_con(
+    embeddings: Tensor,
+    labels: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 0.1,
+    ref_emb: Tensor | None = None,
+    ref_labels: Tensor | None = None,
+    indices_tuple: IndicesTuple | None = None,
+) -> Tensor:
+    """The SupCon loss of each query [Q]; 0 without a positive, and for all where the batch has no negative pair.
+
+    Arguments as for `nt_xent`; a pair that was mined twice counts once.
+    """
+    s, positive, negative = pairs(embeddings, labels, ref_emb, ref_labels, indices_tuple)
+    logits = s / temperature
+    is_positive, is_counted = positive > 0, positive + negative > 0
+    total = _log_sum_exp(logits, is_counted)
+    log_probability = torch.where(is_positive, logits - torch.where(is_positive.any(1), total, 0)[:, None], 0)
+    losses = -log_probability.sum(1) / is_positive.sum(1).clamp(min=1)
+    return losses * negative.bool().any()
+
+
+def multi_similarity(
+    embeddings: Tensor,
+    labels: Tensor | None = None,
+    *,
+    alpha: float = 2,
+    beta: float = 50,
+    base: float = 0.5,
+    ref_emb: Tensor | None = None,
+    ref_labels: Tensor | None = None,
+    indices_tuple: IndicesTuple | None = None,
+) -> Tensor:
+    """The multi-similarity loss of each query [Q]. Arguments as for `sup_con`."""
+    s, positive, negative = pairs(embeddings, labels, ref_emb, ref_labels, indices_tuple)
+    attraction = _softplus(_log_sum_exp(-alpha * (s - base), positive.bool()))
+    repulsion = _softplus(_log_sum_exp(beta * (s - base), negative.bool()))
+    return attraction / alpha + repulsion / beta
+
+
+def circle(
+    embeddings: Tensor,
+    labels: Tensor | None = None,
+    *,
+    m: float = 0.4,
+    gamma: float = 80,
+    ref_emb: Tensor | None = None,
+    ref_labels: Tensor | None = None,
+    indices_tuple: IndicesTuple | None = None,
+) -> Tensor:
+    """The circle loss of each query [Q]; 0 without a positive or without a negative. Arguments as for `sup_con`.
+
+    The factors of both exponents are constants for the gradient, as in the paper.
+    """
+    s, positive, negative = pairs(embeddings, labels, ref_emb, ref_labels, indices_tuple)
+    attraction = -gamma * torch.relu(1 + m - s.detach()) * (s - (1 - m))
+    repulsion = gamma * torch.relu(s.detach() + m) * (s - m)
+    return _softplus(_log_sum_exp(attraction, positive.bool()) + _log_sum_exp(repulsion, negative.bool()))
+
+
+def info_nce(
+    embeddings: Tensor,
+    labels: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 0.05,
+    positives: str = "mean",
+    label_smoothing: float = 0.0,
+    ref_emb: Tensor | None = None,
+    ref_labels: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The InfoNCE loss of each query [Q], 0 where it has no positive, and whether it has one [Q] bool.
+
+    positives: of several, the mean of their losses ("mean"), or one loss whose logarithm holds their sum ("sum").
+    label_smoothing: the share of the loss of all keys, of each the same. Only for "mean".
+    Without labels query i belongs to key i of `ref_emb`. Other arguments as for `nt_xent`. The other direction is that
+    with keys and queries exchanged.
+    """
+    if labels is None:
+        assert ref_emb is not None
+        labels = torch.arange(len(embeddings), device=embeddings.device)
+        ref_labels = torch.arange(len(ref_emb), device=embeddings.device)
+    s, positive, negative = pairs(embeddings, labels, ref_emb, ref_labels, None)
+    logits = s / temperature
+    is_positive = positive.bool()
+    is_query = is_positive.any(1)
+    total = _log_sum_exp(logits, positive + negative)
+    if positives == "mean":
+        chosen = torch.where(is_positive, logits, 0).sum(1) / is_positive.sum(1).clamp(min=1)
+        is_key = positive + negative > 0
+        uniform = torch.where(is_key, logits, 0).sum(1) / is_key.sum(1).clamp(min=1)
+        chosen = (1 - label_smoothing) * chosen + label_smoothing * uniform
+    else:
+        chosen = _log_sum_exp(logits, is_positive)
+    return torch.where(
+        is_query, torch.where(is_query, total, 0) - torch.where(is_query, chosen, 0), 0
+    ), is_query

@@ -29,6 +29,8 @@ BLOCK_FUNCTIONS = (
     "proxy_logsumexp_forward",
     "proxy_logsumexp_backward",
 )
+# Asked for when a loss that needs them is called.
+LOGSUMEXP_FUNCTIONS = ("pair_logsumexp_forward", "pair_logsumexp_backward")
 OLDEST_CAPABILITY = (8, 0)
 
 _registered: dict[str, ModuleType] = {}
@@ -42,7 +44,9 @@ def register_backend(name: str, module: ModuleType) -> None:
     forward function returns, if not None, is given to the backward function of the same block as `kept`. They must
     serve every device and dtype that they are called with, or raise. For the algorithms of large classes it needs
     `largest_class`, `one_class`, `score_grid`, `grid_spread` and `grid_read` as well, all or none; without them
-    classes of any size go to `soft_rank_forward` and `soft_rank_backward`.
+    classes of any size go to `soft_rank_forward` and `soft_rank_backward`. The log-sum-exp losses need the two
+    functions of `LOGSUMEXP_FUNCTIONS`, with the arguments of `tritonloss.backends.eager_logsumexp`, and raise
+    without them.
 
     Raises ValueError for a name of ours, TypeError if the module lacks functions.
     """
@@ -273,3 +277,19 @@ def backend_module(name: str, device: torch.device) -> ModuleType:
             "in place of the streamed operators"
         )
     return importlib.import_module(f"tritonloss.backends.{resolve_backend(name, device)}")
+
+
+def logsumexp_module(name: str, device: torch.device) -> ModuleType:
+    """The module with `pair_logsumexp_forward` and `pair_logsumexp_backward` that serves `device`.
+
+    Raises RuntimeError for a backend that has none.
+    """
+    if name not in _registered and name != "reference":
+        return importlib.import_module(f"tritonloss.backends.{resolve_backend(name, device)}_logsumexp")
+    module = backend_module(name, device)
+    missing = [function for function in LOGSUMEXP_FUNCTIONS if not callable(getattr(module, function, None))]
+    if missing:
+        raise RuntimeError(
+            f"backend {name!r} was asked for, but its module has no block functions {', '.join(missing)}"
+        )
+    return module

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tritonloss.backends import eager_terms
 from tritonloss.backends.large_classes import Grid, grid_of_range
+from tritonloss.backends.surrogates import parse
 from tritonloss.layout import Positives
 
 # The derivatives of every (positive, key) are kept from the forward pass of a block to its backward pass up to this
@@ -25,16 +27,26 @@ SHIFT = {"sigmoid": 0, "one_side_huber": 1}
 SCALE = {"sigmoid": 1, "one_side_huber": 2}
 
 
+def _shift(surrogate: str) -> float:
+    """SHIFT of the surrogate; that of the hinge is its margin."""
+    return SHIFT[surrogate] if surrogate in SHIFT else parse(surrogate).numbers[0]
+
+
 def _sum_values(lifted: Tensor, surrogate: str, ranks: Tensor, slopes: Tensor | None, out: Tensor) -> None:
     """Write the sums of g and, if `slopes` is given, of g' / SCALE over the last dimension, and g' / SCALE into `out`.
 
-    lifted: the difference plus SHIFT, which is overwritten; `out` may be its memory for the sigmoid, and is another one
-    for the one-side Huber. A difference of -inf counts 0.
+    lifted: the difference plus its shift, which is overwritten; `out` may be its memory for the sigmoid and the hinge.
+    A difference of -inf counts 0.
     """
     if surrogate == "sigmoid":
         torch.sum(torch.sigmoid(lifted, out=out), -1, out=ranks)
         if slopes is not None:
             torch.sum(out.addcmul_(out, out, value=-1), -1, out=slopes)
+        return
+    if surrogate.startswith("hinge"):
+        torch.sum(lifted.clamp_(min=0), -1, out=ranks)
+        if slopes is not None:
+            torch.sum(torch.sign(lifted, out=out), -1, out=slopes)
         return
     torch.clamp(lifted.clamp_(min=0), max=1, out=out)
     if slopes is not None:
@@ -44,22 +56,23 @@ def _sum_values(lifted: Tensor, surrogate: str, ranks: Tensor, slopes: Tensor | 
 
 
 def _slope(lifted: Tensor, surrogate: str) -> Tensor:
-    """g' / SCALE of the difference plus SHIFT, in its memory."""
+    """g' / SCALE of the difference plus its shift, in its memory."""
     if surrogate == "sigmoid":
         value = lifted.sigmoid_()
         return value.addcmul_(value, value, value=-1)
-    return lifted.clamp_(0, 1)
+    return lifted.clamp_(min=0).sign_() if surrogate.startswith("hinge") else lifted.clamp_(0, 1)
 
 
 def _cubes(
     columns: Tensor, positive: Tensor, surrogate: str, skip: bool, cube: Tensor
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Differences plus SHIFT [rows, some positives, columns], in the memory of `cube`, as many positives as it has.
+    """Differences plus their shift [rows, some positives, columns], in the memory of `cube`, for as many as it has.
 
     If it has all, those of each part lie where the part is. skip: -inf where column p meets positive p.
     """
     width, step = positive.shape[1], max(1, cube.shape[1])
-    threshold = positive - SHIFT[surrogate] if SHIFT[surrogate] else positive
+    shift = _shift(surrogate)
+    threshold = positive - shift if shift else positive
     for first in range(0, width, step):
         part = slice(first, min(first + step, width))
         lifted = torch.sub(columns[:, None], threshold[:, part, None], out=cube[:, : part.stop - first])
@@ -90,13 +103,13 @@ def _sums(
     """
     rows, width = positive.shape
     kept = columns.new_empty(rows, width, columns.shape[1]) if keep else None
-    in_place = surrogate == "sigmoid"
+    in_place = surrogate.startswith(("sigmoid", "hinge"))
     cube = kept if kept is not None and in_place else _new_cube(columns, width)
     spare = cube if in_place or kept is not None else torch.empty_like(cube)
     for part, lifted in _cubes(columns, positive, surrogate, skip, cube):
         out = kept[:, part] if kept is not None else spare[:, : lifted.shape[1]]
         _sum_values(lifted, surrogate, ranks[:, part], None if slopes is None else slopes[:, part], out)
-    if slopes is not None and SCALE[surrogate] != 1:
+    if slopes is not None and SCALE.get(surrogate, 1) != 1:
         slopes.mul_(SCALE[surrogate])
     return kept
 
@@ -116,6 +129,9 @@ def soft_rank_forward(
     With `positive_ranks` also the rank among the other positives, and its slope (if `positive_slopes` is given). The
     scores of the positives are overwritten. Returns what `soft_rank_backward` of the same block takes as `kept`.
     """
+    if surrogate.startswith(eager_terms.NAMES):
+        eager_terms.forward(scores, positives, surrogate, ranks, slopes, positive_scores)
+        return None
     # A slot without a pair is compared with 0, so that nothing it holds becomes NaN.
     positive = positives.only_pairs(torch.gather(scores, 1, positives.columns, out=positive_scores))
     # A copy without the positives would cost more than to take them out.
@@ -146,6 +162,17 @@ def soft_rank_backward(
     slopes, positive_scores, positive_slopes and `kept` are what `soft_rank_forward` wrote and returned for this block.
     grad_positive_scores: None for 0. positive_slopes and grad_positive_ranks: both or neither.
     """
+    if surrogate.startswith(eager_terms.NAMES):
+        return eager_terms.backward(
+            scores,
+            positives,
+            surrogate,
+            slopes,
+            positive_scores,
+            grad_ranks,
+            grad_positive_scores,
+            grad_scores,
+        )
     weight = positives.only_pairs(grad_ranks)
     own = positives.only_pairs(slopes).mul(weight).neg_()
     if grad_positive_scores is not None:
@@ -163,7 +190,7 @@ def soft_rank_backward(
 
 
 def _scaled(weight: Tensor, surrogate: str) -> Tensor:
-    return weight * SCALE[surrogate] if SCALE[surrogate] != 1 else weight
+    return weight * SCALE[surrogate] if SCALE.get(surrogate, 1) != 1 else weight
 
 
 def _add_slopes(

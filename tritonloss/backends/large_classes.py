@@ -1,7 +1,7 @@
 """`soft_rank` of large classes: about N + P operations a query with P positives, where the direct loop takes N P.
 
 Two algorithms with the block functions of the backends, `soft_rank_forward` and `soft_rank_backward`: `OnGrid` for the
-sigmoid, `Sorted` for the one-side Huber. `choose` says which of them pays for a block, if either.
+sigmoid, `Sorted` for the one-side Huber and the hinge. `choose` says which of them pays for a block, if either.
 
 TRITONLOSS_LARGE_CLASSES=0 leaves both out: the direct loop then serves every class.
 
@@ -17,6 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from tritonloss.backends.surrogates import parse
 from tritonloss.layout import Positives
 
 ENVIRONMENT_VARIABLE = "TRITONLOSS_LARGE_CLASSES"
@@ -191,7 +192,7 @@ def may_pay(n_keys: int, width: int, surrogate: str, dtype: torch.dtype, device:
     if not enabled():
         return False
     kind = "cuda" if device.type == "cuda" else "cpu"
-    if surrogate == "one_side_huber":
+    if surrogate == "one_side_huber" or surrogate.startswith("hinge "):
         return sorting_pays(n_keys, width, kind)
     return surrogate == "sigmoid" and dtype in STENCILS and grid_pays(n_keys, width, 0, kind)
 
@@ -202,14 +203,14 @@ def choose(
     """The algorithm for large classes if it is the cheaper one for the block, else None: the loop of the backend.
 
     limit: a bound of |scores|, or infinity. A registered backend need not have the functions that the algorithms call;
-    a surrogate other than the sigmoid and the one-side Huber has no algorithm.
+    a surrogate other than the sigmoid, the one-side Huber and the hinge has no algorithm.
     """
     if not hasattr(module, "largest_class"):
         return None
     n_keys, width = scores.shape[1], module.largest_class(positives)
     if not may_pay(n_keys, width, surrogate, scores.dtype, scores.device):
         return None
-    if surrogate == "one_side_huber":
+    if surrogate != "sigmoid":
         return Sorted(module, width)
     grid = module.score_grid(scores, limit)
     kind = "cuda" if scores.device.type == "cuda" else "cpu"
@@ -434,13 +435,15 @@ class _FixedPoint:
 
 @dataclass(frozen=True)
 class Sorted:
-    """The one-side Huber, 1 + 2x above 0 and (1 + x)^2 from -1 to 0, from sorted rows and prefix sums.
+    """The one-side Huber, 1 + 2x above 0 and (1 + x)^2 from -1 to 0, and the hinge, from sorted rows and prefix sums.
 
     With u = 1 - p, the sum of g(n - p) over the sorted negatives n is that of 1 + 2 (n - p) over n > p, and of
     (u + n)^2 = u^2 + 2 u n + n^2 over p - 1 < n <= p: numbers, sums and sums of squares of two ranges. Scores are taken
     from the middle of the row. The sums are of integers, and so exact: what is lost is the rounding to their unit, less
     than 2^-60 N X^2 for each term, X half the range of the row's scores. The rounding of the scores themselves to
     float32, 2^-24 X, is 2^-48 X^2 in a square.
+
+    The hinge is max(n - p, 0), p less the margin: number and sum of the negatives above p.
 
     A row with a NaN or positive infinity among the negatives is NaN throughout.
     """
@@ -464,7 +467,10 @@ class Sorted:
         positive = pairs.positives_of(scores).contiguous()
         pairs.write(positive_scores, positive)
         parts = [_only(part, used) for part, used in pairs.negatives_of(scores)]
-        rank, slope = _huber_sums(torch.cat(parts, 1), positive)
+        if surrogate != "one_side_huber":
+            rank, slope = _hinge_sums(torch.cat(parts, 1), positive - parse(surrogate).numbers[0])
+        else:
+            rank, slope = _huber_sums(torch.cat(parts, 1), positive)
         pairs.write(ranks, rank)
         if slopes is not None:
             pairs.write(slopes, slope)
@@ -492,7 +498,10 @@ class Sorted:
         pairs = _pairs_of(self.module, positives)
         positive, weight = pairs.read(positive_scores), pairs.read(grad_ranks)
         # A slot without a positive has no weight: anywhere will do.
-        grad_scores.copy_(_huber_slopes(scores, positive, weight))
+        if surrogate != "one_side_huber":
+            grad_scores.copy_(_hinge_slopes(scores, positive - parse(surrogate).numbers[0], weight))
+        else:
+            grad_scores.copy_(_huber_slopes(scores, positive, weight))
         own = -weight * pairs.read(slopes)
         if grad_positive_scores is not None:
             own += pairs.read(grad_positive_scores)
@@ -539,6 +548,30 @@ def _huber_sums(negatives: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
     # A positive that is not finite has no rank.
     spoiled = spoiled + 0 * positive
     return rank + parabola.clamp_(min=0) + spoiled, slope.clamp_(min=0) + spoiled
+
+
+def _hinge_sums(negatives: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of n - p over the negatives [rows, n] above p, and their number, for each p of bound [rows, width]."""
+    ordered = negatives.sort(1).values
+    values, threshold, spoiled = _centred(ordered, bound)
+    above = torch.searchsorted(ordered, bound, right=True)
+    end = torch.full_like(above, ordered.shape[1])
+    fixed = _FixedPoint(fixed_point_unit(values))
+    number = (end - above).double()
+    rank = fixed.between(fixed.running_sums(values), above, end) - number * threshold
+    spoiled = spoiled + 0 * bound
+    return rank.clamp_(min=0) + spoiled, number + spoiled
+
+
+def _hinge_slopes(negatives: Tensor, bound: Tensor, weight: Tensor) -> Tensor:
+    """The sum of weight[p] over the p of bound [rows, width] below each negative n [rows, n], float64."""
+    ordered, place = bound.sort(1)
+    weight = weight.gather(1, place).double()
+    below = torch.searchsorted(ordered, negatives.contiguous())
+    fixed = _FixedPoint(fixed_point_unit(weight))
+    total = fixed.between(fixed.running_sums(weight), torch.zeros_like(below), below)
+    spoiled = (0 * (weight + ordered)).sum(1, keepdim=True) + torch.where(negatives.isnan(), torch.nan, 0)
+    return total + spoiled
 
 
 def _huber_slopes(negatives: Tensor, positive: Tensor, weight: Tensor) -> Tensor:

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from tritonloss.backends import tuning
 from tritonloss.backends.large_classes import Grid, fixed_point_unit, grid_of_limit
+from tritonloss.backends.surrogates import PLAIN, parse
 from tritonloss.kernels import (
+    pair_logsumexp,
+    pair_terms,
     panel_passes,
     proxy_logsumexp,
     rank_counts,
@@ -26,16 +29,22 @@ from tritonloss.layout import Positives
 KERNELS = {
     "soft_rank_forward": soft_rank.soft_rank_forward,
     "soft_rank_backward": soft_rank.soft_rank_backward,
+    "pair_terms_forward": pair_terms.pair_terms_forward,
+    "pair_terms_backward": pair_terms.pair_terms_backward,
     "proxy_logsumexp_forward": proxy_logsumexp.proxy_logsumexp_forward,
     "proxy_logsumexp_backward": proxy_logsumexp.proxy_logsumexp_backward,
     "soft_histogram_forward": soft_histogram.soft_histogram_forward,
     "soft_histogram_backward": soft_histogram.soft_histogram_backward,
+    "pair_logsumexp_forward": pair_logsumexp.pair_logsumexp_forward,
+    "pair_logsumexp_backward": pair_logsumexp.pair_logsumexp_backward,
     "soft_rank_spread": soft_rank_grid.soft_rank_spread,
     "soft_rank_read": soft_rank_grid.soft_rank_read,
     "rank_counts": rank_counts.rank_counts,
     "weigh": panel_passes.weigh,
     "split_in_two": panel_passes.split_in_two,
 }
+# The constants in which a kernel takes the numbers of a surrogate.
+NUMBERS = ("first", "second", "third", "fourth")
 # CUDA's limit for all axes of a grid but the first, as a power of two.
 MAX_GRID_AXIS = 1 << 15
 # TRITON_INTERPRET is read when a kernel is decorated; then kernels run on CPU tensors.
@@ -157,7 +166,12 @@ def _stride_units(matrix: Tensor) -> int:
 
 def _common(scores: Tensor, positives: Positives, surrogate: str) -> dict[str, Any]:
     n_keys = scores.shape[1]
+    numbers: dict[str, float] = {}
+    if surrogate not in PLAIN:
+        _, surrogate, own = parse(surrogate)
+        numbers = dict(zip(NUMBERS, (*own, 0.0, 0.0, 0.0), strict=False))
     return {
+        **numbers,
         "scores": scores,
         "start": positives.start,
         "count": positives.count,
@@ -193,13 +207,18 @@ def soft_rank_forward(
         "ranks": ranks,
         "slopes": ranks if slopes is None else slopes,
         "positives": positive_scores,
-        "positive_ranks": ranks if positive_ranks is None else positive_ranks,
-        "positive_slopes": ranks if positive_slopes is None else positive_slopes,
         "WITH_SLOPES": slopes is not None,
-        "WITH_POSITIVES": positive_ranks is not None,
     }
     tiles = -(-positives.width // block_p)
     grid = (scores.shape[0], min(tiles, MAX_GRID_AXIS), -(-tiles // MAX_GRID_AXIS))
+    if surrogate not in PLAIN:
+        _launch("pair_terms_forward", grid, arguments, scores.device)
+        return
+    arguments |= {
+        "positive_ranks": ranks if positive_ranks is None else positive_ranks,
+        "positive_slopes": ranks if positive_slopes is None else positive_slopes,
+        "WITH_POSITIVES": positive_ranks is not None,
+    }
     _launch("soft_rank_forward", grid, arguments, scores.device)
 
 
@@ -229,11 +248,16 @@ def soft_rank_backward(
         "positives": positive_scores,
         "grad_ranks": grad_ranks,
         "grad_positives": grad_positive_scores,
+        "grad_scores": grad_scores,
+    }
+    if surrogate not in PLAIN:
+        _launch("pair_terms_backward", _tiles_of_rows(scores), arguments, scores.device)
+        return
+    arguments |= {
         "positive_slopes": slopes if positive_slopes is None else positive_slopes,
         "grad_positive_ranks": grad_ranks if grad_positive_ranks is None else grad_positive_ranks,
         "WITH_POSITIVES": grad_positive_ranks is not None,
         "ONE_TILE": positives.width <= block_p,
-        "grad_scores": grad_scores,
     }
 
     def grid(meta: dict[str, Any]) -> tuple[int, int]:

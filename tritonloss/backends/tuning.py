@@ -41,6 +41,16 @@ CONFIGS: dict[str, list[dict[str, int]]] = {
         {"BLOCK_N": 256, "num_warps": 1},
         {"BLOCK_N": 512, "num_warps": 4},
     ],
+    "pair_terms_forward": [
+        {"BLOCK_N": 256, "num_warps": 4},
+        {"BLOCK_N": 128, "num_warps": 1},
+        {"BLOCK_N": 512, "num_warps": 8},
+    ],
+    "pair_terms_backward": [
+        {"BLOCK_N": 256, "num_warps": 4},
+        {"BLOCK_N": 128, "num_warps": 1},
+        {"BLOCK_N": 512, "num_warps": 8},
+    ],
     "proxy_logsumexp_forward": [
         {"BLOCK_N": 1024, "num_warps": 4},
         {"BLOCK_N": 512, "num_warps": 2},
@@ -51,6 +61,17 @@ CONFIGS: dict[str, list[dict[str, int]]] = {
         {"BLOCK_N": 1024, "num_warps": 4},
         {"BLOCK_N": 512, "num_warps": 4},
         {"BLOCK_N": 2048, "num_warps": 8},
+    ],
+    # A tile has eight rows: with 1024 columns per warp they lie in one thread, four columns wide.
+    "pair_logsumexp_forward": [
+        {"BLOCK_N": 1024, "num_warps": 1},
+        {"BLOCK_N": 2048, "num_warps": 2},
+        {"BLOCK_N": 4096, "num_warps": 4},
+    ],
+    "pair_logsumexp_backward": [
+        {"BLOCK_N": 2048, "num_warps": 4},
+        {"BLOCK_N": 1024, "num_warps": 4},
+        {"BLOCK_N": 4096, "num_warps": 4},
     ],
     "soft_histogram_forward": [
         {"BLOCK_N": 1024, "num_warps": 4},

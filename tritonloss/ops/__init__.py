@@ -3,6 +3,16 @@
 from tritonloss.ops.class_labels import class_labels
 from tritonloss.ops.library import Operator
 from tritonloss.ops.memory_rank import memory_rank
+from tritonloss.ops.pair_logsumexp import (
+    Exponents,
+    Keys,
+    PairLogSumExp,
+    logsumexp_total,
+    logsumexp_values,
+    pair_logsumexp,
+    pair_ranges,
+    register_logsumexp_function,
+)
 from tritonloss.ops.proxy_logsumexp import (
     ProxyLogSumExp,
     Repulsion,
@@ -33,6 +43,7 @@ from tritonloss.ops.soft_histogram import (
 from tritonloss.ops.soft_rank import (
     Ranking,
     SoftRanks,
+    counted_total,
     rank_total,
     rank_values,
     soft_rank,
@@ -43,8 +54,11 @@ from tritonloss.ops.streaming import Panels
 __all__ = [
     "Counting",
     "Deviation",
+    "Exponents",
+    "Keys",
     "Operator",
     "PairGradients",
+    "PairLogSumExp",
     "Pairs",
     "Panels",
     "ProxyLogSumExp",
@@ -55,12 +69,17 @@ __all__ = [
     "SoftHistograms",
     "SoftRanks",
     "class_labels",
+    "counted_total",
     "distance_histogram",
     "histogram_total",
     "histogram_values",
+    "logsumexp_total",
+    "logsumexp_values",
     "memory_rank",
     "of_histograms",
     "pair_histogram",
+    "pair_logsumexp",
+    "pair_ranges",
     "positive_scores",
     "proxy_logsumexp",
     "proxy_sums",
@@ -68,6 +87,7 @@ __all__ = [
     "rank_total",
     "rank_values",
     "register_histogram_function",
+    "register_logsumexp_function",
     "register_query_function",
     "running_sum",
     "semi_variance",

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from tritonloss.backends import backend_module, eager, large_classes
+from tritonloss.backends import backend_module, eager, eager_terms, large_classes, surrogates
 from tritonloss.layout import Positives
+from tritonloss.ops.euclidean import EuclideanScores
 from tritonloss.ops.library import Inputs, Pass, kept_for
 from tritonloss.ops.products import resolve_mode
 from tritonloss.ops.products import scores as scores_of
@@ -17,12 +18,14 @@ from tritonloss.ops.sources import Products, Rows, SortedMatrix
 from tritonloss.ops.streaming import Panels, empty_scores
 from tritonloss.types import accumulation_dtype
 
-SURROGATES = ("sigmoid", "one_side_huber")
 
-
-def check_surrogate(surrogate: str, temperature: float) -> None:
-    if surrogate not in SURROGATES:
-        raise ValueError(f"surrogate is {surrogate!r}: expected one of {', '.join(SURROGATES)}")
+def check_surrogate(surrogate: str, temperature: float, positive_ranks: bool = False) -> None:
+    if surrogates.parse(surrogate).selection != "all":
+        raise ValueError(f"surrogate is {surrogate!r}: expected one that compares with all negatives")
+    if positive_ranks and surrogate not in surrogates.PLAIN:
+        raise ValueError(
+            f"positive_ranks is True: expected False with surrogate {surrogate!r}, which ranks negatives only"
+        )
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}: expected a number above 0")
 
@@ -60,11 +63,8 @@ class Pairs:
     @cached_property
     def is_self(self) -> Tensor | None:
         """[q, P] bool, whether the pair is a query with itself; None where queries are none of the keys."""
-        if self.first_query is None:
-            return None
-        n_rows = self.count.shape[0]
-        query = torch.arange(self.first_query, self.first_query + n_rows, device=self.count.device)
-        return self.positives.columns == query[:, None]
+        own = _own_column(self.first_query, self.positives)
+        return None if own is None else self.positives.columns == own
 
     @cached_property
     def share(self) -> Tensor:
@@ -80,6 +80,14 @@ class Pairs:
         return self.sum(values) * self.share[:, 0]
 
 
+def _own_column(first_query: int | None, positives: Positives) -> Tensor | None:
+    """The column of each query of a panel itself, [q, 1]; first_query: of the panel, None where queries are no keys."""
+    if first_query is None:
+        return None
+    n_rows = positives.count.shape[0]
+    return torch.arange(first_query, first_query + n_rows, device=positives.count.device)[:, None]
+
+
 class PairGradients(NamedTuple):
     """The derivatives of the value of each query by its pairs, [q, P]; None for 0. ranks: the number 1 for 1."""
 
@@ -93,16 +101,25 @@ QueryFunction: TypeAlias = Callable[..., Any]
 function without arguments that gives the `PairGradients`."""
 
 _functions: dict[str, QueryFunction] = {}
+# Functions whose values are counted: see `register_query_function`.
+_counts: dict[str, Callable[[Pairs], Tensor]] = {}
 
 
-def register_query_function(name: str, function: QueryFunction) -> None:
+def register_query_function(
+    name: str, function: QueryFunction, count: Callable[[Pairs], Tensor] | None = None
+) -> None:
     """Let losses name a function of `Pairs`, so that torch.compile can keep it within one operator.
 
     function: called as function(pairs, *numbers) with no gradient recorded. It returns a value for each query [q], or
     for each pair [q, P], which are then summed, and a function without arguments that returns the `PairGradients`:
     under torch.compile nothing else can differentiate them. A name that was registered before is given the new one.
+    count: from the pairs, which then have slopes in inference too, to a number for each query [q] int64, such as how
+    many terms its value has: `counted_total` returns their sum.
     """
     _functions[name] = function
+    _counts.pop(name, None)
+    if count is not None:
+        _counts[name] = count
 
 
 def _with_gradients(
@@ -153,13 +170,17 @@ class _Values:
         self, function: str | QueryFunction, numbers: Sequence[float], given: Sequence[Tensor], like: Tensor
     ) -> None:
         self.function = _functions[function] if isinstance(function, str) else function
+        self.count = _counts.get(function) if isinstance(function, str) else None
         self.numbers, self.weights, self.like = numbers, given[0] if given else None, like
         self.parts: list[Tensor] = []
+        self.counts: list[Tensor] = []
 
     def skip(self, rows: slice) -> None:
         self.parts.append(self.like.new_zeros(rows.stop - rows.start))
 
     def take(self, rows: slice, pairs: Pairs) -> PairGradients | None:
+        if self.count is not None:
+            self.counts.append(self.count(pairs).sum())
         if self.weights is None:
             result = self.function(pairs, *self.numbers)
             values, gradients = _per_query(result[0] if isinstance(result, tuple) else result, pairs), None
@@ -171,10 +192,14 @@ class _Values:
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
         # An operator returns no tensor twice.
-        empty, other = self.like.new_empty(0), self.like.new_empty(0)
+        number, other = self.like.new_empty(0), self.like.new_empty(0)
+        if self.count is not None:
+            number = self.like.new_zeros(1, dtype=torch.int64)
+            for part in self.counts:
+                number += part
         if not self.parts:
-            return self.like.new_zeros(0), empty, other
-        return (self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)), empty, other
+            return self.like.new_zeros(0), number, other
+        return (self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)), number, other
 
 
 class _FlatPairs:
@@ -233,6 +258,7 @@ def _run(
     temperature: float,
     positive_ranks: bool,
     normalize: bool,
+    distance: str,
     max_class_size: int,
     score_limit: float,
     first: int,
@@ -248,6 +274,7 @@ def _run(
     inputs: queries and keys, None for the keys where queries meet themselves.
     masks: positives and negatives of a score matrix in place of the queries, or nothing: then queries are rows.
     start, count, constants: of the queries first .. last - 1. max_class_size: -1 without a bound.
+    distance: "dot" for scores that are products of rows, "euclidean" for minus the distance of unit rows.
     """
     queries, keys = inputs
     assert queries is not None
@@ -268,14 +295,16 @@ def _run(
     elif panels.count.shape[0] != last - first:
         raise ValueError(f"panels are of {panels.count.shape[0]} queries: expected {last - first}")
     own, need = slice(first, last), any(needs)
-    source: Products | SortedMatrix
+    source: Products | SortedMatrix | EuclideanScores
     if masks:
         source = SortedMatrix(queries, masks, temperature, panels.height, own, need)
     else:
         rows = Rows(queries, order, normalize)
         others = None if keys is None else Rows(keys, None, normalize)
-        scale = 1 / temperature
-        source = Products(rows, others, scale, panels.height, own, needs, products, backend)
+        unit = 1.0 if distance == "euclidean" else temperature
+        of_rows = Products(rows, others, 1 / unit, panels.height, own, needs, products, backend)
+        is_euclidean = distance == "euclidean"
+        source = EuclideanScores(of_rows, temperature, panels.height, need) if is_euclidean else of_rows
     like = source.scratch
     sink: _Values | _FlatPairs
     if function:
@@ -283,21 +312,29 @@ def _run(
     else:
         sink = _FlatPairs(panels, given, like, positive_ranks, bound is not None)
     module = backend_module(backend, queries.device)
+    selection = surrogates.parse(surrogate).selection
+    with_slopes = need or (isinstance(function, str) and function in _counts)
     for panel, positives in panels:
         if not positives.width:
             sink.skip(panel)
             continue
         scores = source.scores(panel)
-        algorithm: Any = (
-            large_classes.choose(module, scores, positives, surrogate, score_limit / temperature) or module
-        )
+        first_query = first + panel.start if keys is None and not masks else None
+        algorithm: Any
+        if selection != "all":
+            algorithm = eager_terms.Selected(_own_column(first_query, positives))
+        else:
+            algorithm = (
+                large_classes.choose(module, scores, positives, surrogate, score_limit / temperature)
+                or module
+            )
         ranks, slopes, scaled, among, among_slopes = like.new_empty(5, *positives.shape).unbind()
         kept = algorithm.soft_rank_forward(
             scores,
             positives,
             surrogate,
             ranks,
-            slopes if need else None,
+            slopes if with_slopes else None,
             scaled,
             among if positive_ranks else None,
             among_slopes if positive_ranks and need else None,
@@ -305,12 +342,12 @@ def _run(
         pairs = Pairs(
             ranks,
             among if positive_ranks else None,
-            slopes if need else None,
+            slopes if with_slopes else None,
             tuple(tensor[panel] for tensor in constants),
             positives,
             scaled,
             temperature,
-            first + panel.start if keys is None and not masks else None,
+            first_query,
         )
         gradients = sink.take(panel, pairs)
         if gradients is None or not need:
@@ -354,6 +391,7 @@ def _fake(
     temperature: float,
     positive_ranks: bool,
     normalize: bool,
+    distance: str,
     max_class_size: int,
     *_: Any,
 ) -> tuple[Tensor, ...]:
@@ -361,8 +399,9 @@ def _fake(
     like = inputs[0].new_empty(0, dtype=accumulation_dtype(inputs[0].dtype))
     sizes: tuple[Any, Any, Any] = (0, 0, 0)
     if function:
-        sizes = (count.shape[0], 0, 0)
-    elif not given:
+        number = like.new_empty(1, dtype=torch.int64) if function in _counts else like.new_empty(0)
+        return like.new_empty(count.shape[0]), number, like.new_empty(0)
+    if not given:
         bounded = max_class_size >= 0
         n_pairs = count.shape[0] * max_class_size if bounded else torch.library.get_ctx().new_dynamic_size()
         sizes = (n_pairs, n_pairs, n_pairs if positive_ranks else 0)
@@ -372,8 +411,8 @@ def _fake(
 rank_pass = Pass(
     "rank",
     "Tensor[] masks, Tensor? order, Tensor start, Tensor count, Tensor[] constants, str function, float[] numbers, "
-    "str surrogate, float temperature, bool positive_ranks, bool normalize, int max_class_size, float score_limit, "
-    "SymInt first, SymInt last, int budget, str backend, str products",
+    "str surrogate, float temperature, bool positive_ranks, bool normalize, str distance, int max_class_size, "
+    "float score_limit, SymInt first, SymInt last, int budget, str backend, str products",
     _run,
     _fake,
     n_results=3,

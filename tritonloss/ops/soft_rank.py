@@ -13,7 +13,7 @@ from tritonloss.ops.library import attach
 from tritonloss.ops.rank import QueryFunction, check_surrogate, rank_pass
 from tritonloss.ops.shares import Share, own_share
 from tritonloss.ops.streaming import Panels, budget_bytes
-from tritonloss.types import ProductMode
+from tritonloss.types import ProductMode, accumulation_dtype
 
 
 class SoftRanks(NamedTuple):
@@ -31,8 +31,9 @@ class SoftRanks(NamedTuple):
 class Ranking:
     """How queries are compared with keys; the options of `soft_rank`.
 
-    normalize: divide each row by its Euclidean norm (by 1e-12 if that is larger) within the pass.
-    products: how rows are multiplied, see `tritonloss.ops.products`; None for TRITONLOSS_PRODUCTS, else "auto".
+    normalize: divide each row by its Euclidean norm (by 1e-12 if that is larger) within the pass. distance: "dot" for
+    scores that are products of rows; "euclidean" for minus the distance of rows, which must be normalised. products:
+    how rows are multiplied, see `tritonloss.ops.products`; None for TRITONLOSS_PRODUCTS, else "auto".
     """
 
     surrogate: str = "sigmoid"
@@ -42,6 +43,7 @@ class Ranking:
     score_limit: float = math.inf
     memory_budget: int | None = None
     normalize: bool = False
+    distance: str = "dot"
     products: ProductMode | None = None
 
     def options(
@@ -73,6 +75,7 @@ class Ranking:
             float(self.temperature),
             self.positive_ranks,
             self.normalize,
+            self.distance,
             -1 if self.max_class_size is None else self.max_class_size,
             float(self.score_limit),
             first,
@@ -134,7 +137,7 @@ def soft_rank(
         ValueError: unknown surrogate, a budget below 1, a temperature that is not positive.
         RuntimeError: the chosen backend cannot serve the device; a second derivative is asked for.
     """
-    check_surrogate(surrogate, temperature)
+    check_surrogate(surrogate, temperature, positive_ranks)
     ranking = Ranking(
         surrogate,
         temperature,
@@ -177,7 +180,7 @@ def soft_rank_scores(
         ValueError: unknown surrogate, a budget below 1, a temperature that is not positive.
         RuntimeError: the chosen backend cannot serve the device; a second derivative is asked for.
     """
-    check_surrogate(surrogate, temperature)
+    check_surrogate(surrogate, temperature, positive_ranks)
     ranking = Ranking(surrogate, temperature, positive_ranks, max_class_size, memory_budget=memory_budget)
     count = positives.sum(1)
     return _flat_ranks(scores, None, torch.zeros_like(count), count, ranking, (positives, negatives))
@@ -259,15 +262,52 @@ def rank_total(
     """
     if not isinstance(function, str) and torch.compiler.is_compiling():
         return _total_outside_graph(queries, start, count, weights, function, ranking, keys=keys, **options)
-    share, own = _own(queries)
+    total, _ = _total_and_number(queries, start, count, weights, function, ranking, keys, options)
+    share = _own(queries)[0]
+    return total if share is None else share.total(total)
+
+
+def counted_total(
+    queries: Tensor,
+    start: Tensor,
+    count: Tensor,
+    function: str,
+    ranking: Ranking,
+    *,
+    keys: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """The sum of `rank_values`, differentiable as `rank_total`, and of what the function counts, int64, both [].
+
+    function: registered with a count. The other arguments and the cost are those of `rank_total`.
+    """
+    weight = queries.new_ones((), dtype=accumulation_dtype(queries.dtype))
+    total, number = _total_and_number(queries, start, count, weight, function, ranking, keys, options)
+    share = _own(queries)[0]
+    if share is None:
+        return total, number[0]
+    return share.total(total), share.total(number[0])
+
+
+def _total_and_number(
+    queries: Tensor,
+    start: Tensor,
+    count: Tensor,
+    weights: Tensor,
+    function: str | QueryFunction,
+    ranking: Ranking,
+    keys: Tensor | None,
+    options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Of the queries of this process."""
+    own = _own(queries)[1]
     weights = weights[own] if weights.ndim else weights
     inputs = queries, keys
-    (values, *_), gradients = rank_pass.once(
+    (values, number, _), gradients = rank_pass.once(
         inputs, (weights,), *ranking.options(queries, own, start, count, function=function, **options)
     )
     total = torch.dot(values, weights) if weights.ndim else values.sum() * weights
-    total = attach(total, inputs, gradients)
-    return total if share is None else share.total(total)
+    return attach(total, inputs, gradients), number
 
 
 def _values_outside_graph(*args: Any, **kwargs: Any) -> Tensor:
