@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bench import precision
 from bench.gpu_check import checks, results
-from bench.gpu_check.plan import FLOOR, LOSSES, OURS, PLANS, PRECISION, Cell, Plan, Step, cells, step
+from bench.gpu_check.plan import FLOOR, LOSSES, MODES, OURS, PLANS, PRECISION, Cell, Plan, Step, cells, step
 from tritonloss.__main__ import tuned_configurations
 
 NEW_PROCESS = 3
@@ -62,8 +62,9 @@ def clear(step: Step) -> None:
 def measure(cell: Cell, plan: Plan, device: str) -> dict[str, Any]:
     """Median seconds, peak bytes above the inputs (on a GPU), and what the values are compared by."""
     if cell.name == PRECISION:
-        return precision.measure(cell.size[0], max(plan.batches), plan.dimension, device)
-    torch.set_float32_matmul_precision(cell.matmul)
+        n = cell.size[0]
+        return precision.measure(n, n, max(plan.batches), plan.dimension, precision.DEPTH, device)
+    torch.set_float32_matmul_precision(MODES[cell.matmul][0])
     if cell.name == "compiled":
         torch.compiler.reset()  # it gives up on a function that was compiled for many sizes
     run = step(cell, plan.dimension, device)
