@@ -71,6 +71,17 @@ OTHER_POINTERS = {
     "high": "*bf16",
     "low": "*bf16",
 }
+# The values that take the most registers on sm_90, or as many as any.
+HEAVIEST = {
+    "SURROGATE": "sigmoid",
+    "WITH_SLOPES": True,
+    "WITH_POSITIVES": True,
+    "ONE_TILE": True,
+    "DESCENDING": True,
+    "STRICT": True,
+    "PER_UNIT": 8,
+    "POINTS": 12,
+}
 TILES = tuple(sorted({tuning.positives_per_tile(width) for width in range(1, 100)}))
 
 
@@ -83,6 +94,15 @@ class Build:
     dtype: str
     constants: dict[str, Any]
     num_warps: int
+
+    def heaviest(self) -> bool:
+        return all(
+            self.constants[name] == value for name, value in HEAVIEST.items() if name in self.constants
+        )
+
+    def pairs_per_thread(self) -> float:
+        pairs = self.constants["BLOCK_N"] * self.constants.get("BLOCK_P", 1)
+        return pairs / (self.num_warps * TARGETS[self.arch].warp_size)
 
 
 def options_of(kernel: str) -> dict[str, tuple[Any, ...]]:
@@ -102,6 +122,34 @@ def builds(arch: str, kernel: str) -> Iterator[Build]:
                 # Only the widest tile leaves positives over for another.
                 if chosen.get("ONE_TILE", True) or block_p == max(TILES):
                     yield make_build(kernel, arch, dtype, block_p, config, chosen)
+
+
+def cover(arch: str, kernel: str) -> list[Build]:
+    """Every configuration with the heaviest options, and every combination of options where registers are scarcest."""
+    every, scarce = list(builds(arch, kernel)), scarcest(arch, kernel)
+    return [
+        build for build in every if build.heaviest() or any(same_launch(build, other) for other in scarce)
+    ]
+
+
+def scarcest(arch: str, kernel: str) -> list[Build]:
+    """For each dtype the build that takes the most registers: the most pairs per thread, then the most threads."""
+    heavy = [build for build in builds(arch, kernel) if build.heaviest()]
+    return [
+        max(
+            (build for build in heavy if build.dtype == dtype),
+            key=lambda build: (build.pairs_per_thread(), build.constants.get("BLOCK_P", 1), build.num_warps),
+        )
+        for dtype in ITEMSIZE
+    ]
+
+
+def same_launch(a: Build, b: Build) -> bool:
+    """Whether two builds of a kernel differ in their options alone."""
+    sizes = [
+        (build.dtype, build.num_warps, *map(build.constants.get, ("BLOCK_N", "BLOCK_P"))) for build in (a, b)
+    ]
+    return sizes[0] == sizes[1]
 
 
 def default_build(kernel: str, arch: str, block_p: int = 4) -> Build:
@@ -181,7 +229,7 @@ def report(build: Build) -> dict[str, Any]:
 
 
 def nvidia_usage(kernel: Any) -> dict[str, int]:
-    """Registers a thread, bytes of stack (spills), fences."""
+    """Registers per thread, bytes of stack (spills), fences."""
     with cubin(kernel) as path:
         text = tool("cuobjdump", "-res-usage", path)
     registers, stack = (int(re.findall(rf"{key}:(\d+)", text)[-1]) for key in ("REG", "STACK"))
@@ -288,13 +336,17 @@ def tool(name: str, *arguments: str) -> str:
     return subprocess.run([path, *arguments], check=True, capture_output=True, text=True).stdout
 
 
+CHOICES = {"all": builds, "cover": cover, "scarcest": scarcest}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.aot", description=__doc__.splitlines()[0])
     parser.add_argument("--arch", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--kernel", nargs="+", choices=KERNELS, default=list(KERNELS))
+    parser.add_argument("--builds", choices=CHOICES, default="all")
     chosen = parser.parse_args()
     for arch, kernel in itertools.product(chosen.arch, chosen.kernel):
-        for build in builds(arch, kernel):
+        for build in CHOICES[chosen.builds](arch, kernel):
             print(json.dumps(report(build)), flush=True)
 
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
-import inspect
 import os
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+from interpreter import prepare_interpreter
 
 # NVML knows whether there is a GPU without starting CUDA.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -29,55 +26,17 @@ if torch.__version__ < "2.10":
     torch._dynamo.config.capture_dynamic_output_shape_ops = True
 
 
-def correct_interpreter() -> None:
-    """Give Triton's interpreter of 3.6 and before the arithmetic of a device, and the arguments of its own autotuner.
-
-    Its minimum and maximum of a NaN and a number are NaN, its fused multiply-add rounds twice, and that of 3.2 takes
-    the options of a launch for arguments of the kernel.
-    """
-    interpreter = importlib.import_module("triton.runtime.interpreter")
-
-    def fused(self: Any, x: Any, y: Any, z: Any) -> Any:
-        wide = np.promote_types(z.data.dtype, np.float64)  # the product of two float32 is exact
-        with np.errstate(invalid="ignore", over="ignore"):
-            total = (x.data.astype(wide) * y.data + z.data).astype(z.data.dtype)
-        return interpreter.TensorHandle(total, z.dtype.scalar)
-
-    builder = interpreter.InterpreterBuilder
-    builder.create_minnumf = lambda self, x, y: self.binary_op(x, y, np.fmin)
-    builder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, np.fmax)
-    builder.create_fma = fused
-    launch_options = ["num_buffers_warp_spec", "num_consumer_groups", "reg_dec_producer", "reg_inc_consumer"]
-    getattr(interpreter, "RESERVED_KWS", []).extend(launch_options)  # a list of 3.2 only
-
-
-def speed_up_interpreter() -> None:
-    """Let it list the functions of Triton's language once, and not at every call of a function within a kernel.
-
-    Where it lists them, it takes those that are builtin, and stands in for them; which ones are does not change.
-    """
-    interpreter = importlib.import_module("triton.runtime.interpreter")
-    core = importlib.import_module("triton.language.core")
-
-    @functools.cache
-    def builtin_names(package: Any) -> list[str]:
-        return [name for name, member in inspect.getmembers(package) if core.is_builtin(member)]
-
-    def members(package: Any) -> list[tuple[str, Any]]:
-        return [(name, getattr(package, name)) for name in builtin_names(package)]
-
-    interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": members})
-
-
-if INTERPRETED and importlib.util.find_spec("triton"):
-    speed_up_interpreter()
-    triton_version = tuple(map(int, importlib.import_module("triton").__version__.split(".")[:2]))
-    if triton_version <= (3, 6):
-        correct_interpreter()
+prepare_interpreter()
 
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None, max_examples=25)
 settings.register_profile("random", deadline=None, database=None, max_examples=500)
 settings.load_profile("fixed")  # pytest --hypothesis-profile=random searches further
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--aot-full", action="store_true", help="every ahead-of-time build of every architecture"
+    )
 
 
 def pytest_configure() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 import os
 import time
 import traceback
@@ -15,7 +16,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from filelock import FileLock
+from interpreter import prepare_interpreter
 
+# Processes are forks of one that has imported these: each alone would take seconds for it.
+multiprocessing.set_forkserver_preload(
+    ["torch.distributed", "torch._dynamo", "triton", "hypothesis", "pytest"]
+)
 # Collectives that never meet raise after this long instead of hanging the tests.
 TIMEOUT = datetime.timedelta(seconds=60)
 
@@ -40,7 +46,9 @@ def run_processes(world: int, function: Callable[[], Any], folder: Path, seconds
 
     Raises AssertionError with the traceback of a process that fails, and if one takes longer than `seconds`.
     """
-    context = torch.multiprocessing.spawn(_process, (world, function, str(folder)), nprocs=world, join=False)
+    context = torch.multiprocessing.start_processes(
+        _process, (world, function, str(folder)), nprocs=world, join=False, start_method="forkserver"
+    )
     end = time.monotonic() + seconds
     try:
         while not context.join(max(0.1, end - time.monotonic())):
@@ -53,6 +61,7 @@ def run_processes(world: int, function: Callable[[], Any], folder: Path, seconds
 
 def _process(rank: int, world: int, function: Callable[[], Any], folder: str) -> None:
     torch.set_num_threads(1)
+    prepare_interpreter()
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=TIMEOUT
     )

@@ -140,7 +140,7 @@ def test_gradcheck(backend: str, device: torch.device) -> None:
     assert torch.autograd.gradcheck(lambda x: FastAPLoss(5)(x, labels), rows, fast_mode=backend == "triton")
 
 
-@pytest.mark.parametrize("n", [1300, 4096])
+@pytest.mark.parametrize("n", [1300, 2100])
 def test_large_batches_against_a_chunked_reference(n: int, device: torch.device) -> None:
     """The chunks are float64. A float32 similarity is off by D roundings, and its place by bins times that."""
     rows, labels = random_batch(n, 16, n // 4, n_lone=5, seed=n)
@@ -327,7 +327,7 @@ def test_same_bits_in_every_run(backend: str, device: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
     rows, labels = random_batch(12, 4, 3, n_lone=1).on(device, torch.float32)
     first = value_and_grad(FastAPLoss(), rows, labels)
-    for _ in range(19):
+    for _ in range(19 if device.type == "cuda" else 2):
         for a, b in zip(value_and_grad(FastAPLoss(), rows, labels), first, strict=True):
             assert_same(a, b)
 

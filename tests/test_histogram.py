@@ -160,7 +160,7 @@ def test_gradcheck(backend: str, device: torch.device) -> None:
     )
 
 
-@pytest.mark.parametrize("n", [1300, 4096])
+@pytest.mark.parametrize("n", [1300, 2100])
 def test_large_batches_against_a_chunked_reference(n: int, device: torch.device) -> None:
     """The chunks are float64. A float32 similarity is off by D roundings, which the masses of many pairs average."""
     rows, labels = random_batch(n, 16, n // 4, seed=n)
@@ -435,7 +435,7 @@ def test_same_bits_in_every_run(mined: bool, backend: str, device: torch.device)
         else None
     )
     first = value_and_grad(lambda x, y: HistogramLoss()(x, y, chosen), rows, labels)
-    for _ in range(19):
+    for _ in range(19 if device.type == "cuda" else 2):
         again = value_and_grad(lambda x, y: HistogramLoss()(x, y, chosen), rows, labels)
         for a, b in zip(again, first, strict=True):
             assert_same(a, b)
@@ -496,7 +496,7 @@ def test_compiled_equals_eager_for_many_sizes_in_two_builds(compiler: None) -> N
 def test_compiled_with_a_distance_or_a_tuple(compiler: None) -> None:
     rows, labels = random_batch(12, 4, 3)
     loss = HistogramLoss(10, distance=DotProductSimilarity(normalize_embeddings=True))
-    compiled = torch.compile(loss, backend="aot_eager")
+    compiled = torch.compile(loss, backend="eager")
     for mined in (None, indices(*TRIPLETS)):
         expected = value_and_grad(lambda x, y, mined=mined: loss(x, y, mined), rows, labels)
         got = value_and_grad(lambda x, y, mined=mined: compiled(x, y, mined), rows, labels)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from checks import assert_close, assert_same, peaks_are_known, python, record_syncs, value_and_grad
 from inputs import EQ, random_batch
-from test_soft_rank import PROBLEMS, STEPS, Problem, by_class, dense, evaluate, rounding, streamed
+from test_soft_rank import PROBLEMS, STEPS, Problem, by_class, dense, evaluate, forms, rounding, streamed
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -32,7 +32,6 @@ from tritonloss.ops import (
 )
 
 surrogates = pytest.mark.parametrize("surrogate", STEPS)
-among_positives = pytest.mark.parametrize("among", [False, True], ids=["negatives", "and-positives"])
 
 
 def choose_always(monkeypatch: pytest.MonkeyPatch, pays: bool) -> None:
@@ -56,8 +55,7 @@ def tolerance(problem: Problem, surrogate: str, temperature: float) -> float:
     return rounding(problem, temperature) + 4 * n_terms * grid / temperature
 
 
-@among_positives
-@surrogates
+@forms
 @pytest.mark.parametrize("make", PROBLEMS.values(), ids=PROBLEMS.keys())
 def test_equals_brute_force(
     make: Callable[..., Problem],
@@ -89,8 +87,18 @@ def test_bounded_classes(surrogate: str, forced: None, backend: str, device: tor
         assert not actual[n_pairs:].any()
 
 
-@pytest.mark.parametrize("make", [PNPLoss, SmoothAPLoss, lambda: SOPRCLoss(20, memory_size=8)])
-@pytest.mark.parametrize("sizes", [[18, 18], [24, 4, 4, 2, 1, 1], [16]], ids=["two", "mixed", "one"])
+LOSSES: list[Callable[[], Any]] = [PNPLoss, SmoothAPLoss, lambda: SOPRCLoss(20, memory_size=8)]
+SIZES = [[18, 18], [24, 4, 4, 2, 1, 1], [16]]
+
+
+@pytest.mark.parametrize(
+    ("backend", "make", "sizes"),
+    [
+        *(("eager", make, sizes) for make in LOSSES for sizes in SIZES),
+        *(("triton", make, sizes) for make, sizes in zip(LOSSES, SIZES, strict=True)),
+    ],
+    indirect=["backend"],
+)
 def test_losses_equal_the_reference(
     make: Callable[[], Any], sizes: list[int], forced: None, backend: str, device: torch.device
 ) -> None:
@@ -104,11 +112,11 @@ def test_losses_equal_the_reference(
         assert_close(a, e, rtol=1e-8, atol=1e-8)
 
 
-def test_one_class_of_400_among_many_of_4(
+def test_one_class_of_300_among_many_of_4(
     surrogate_of_blocks: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The blocks choose by themselves; against the direct loop, which has tests of its own."""
-    problem = by_class([4] * 30 + [400] + [4] * 30, 8, torch.device("cpu")).leaves()
+    problem = by_class([4] * 20 + [300] + [4] * 20, 8, torch.device("cpu")).leaves()
     weights = torch.randn(2, int(problem.count.sum()), dtype=torch.float64)
     results = []
 
@@ -125,7 +133,7 @@ def test_one_class_of_400_among_many_of_4(
                 results.append(gradients(surrogate))
         assert set(surrogate_of_blocks) == {"OnGrid" if surrogate == "sigmoid" else "Sorted", "None"}
         surrogate_of_blocks.clear()
-        # Random weights of size 1, 640 keys; the grid is off by 2e-11 of each of up to 400 terms, over 0.1.
+        # Random weights of size 1, 460 keys; the grid is off by 2e-11 of each of up to 300 terms, over 0.1.
         for a, e in zip(*results[-2:], strict=True):
             assert_close(a, e, rtol=1e-9, atol=1e-7)
 
@@ -323,7 +331,7 @@ def test_huber_at_its_kinks(
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("make", [PNPLoss, SmoothAPLoss, lambda: SOPRCLoss(8, memory_size=8)])
+@pytest.mark.parametrize("make", LOSSES)
 def test_losses_of_bad_rows_are_nan(
     make: Callable[[], Any], bad: float, forced: None, backend: str, device: torch.device
 ) -> None:
@@ -440,8 +448,9 @@ def test_two_runs_give_the_same_bits(
 @pytest.mark.parametrize(
     ("budget", "syncs_per_walk"), [(None, 1), (1, 1), (4096, 2)], ids=["whole", "rows", "lower panels"]
 )
-@surrogates
-@pytest.mark.parametrize("deferred", [False, True], ids=["total", "values"])
+@pytest.mark.parametrize(
+    ("deferred", "surrogate"), [(False, "sigmoid"), (True, "one_side_huber")], ids=["total", "values"]
+)
 def test_host_syncs(
     deferred: bool,
     surrogate: str,
@@ -488,7 +497,7 @@ def test_blocks_of_queries_change_nothing(
     rows, labels = random_batch(40, 5, 3, n_lone=3).on(device)
     expected = value_and_grad(make(), rows, labels)
     options = {"max_class_size": 30} if bounded else {}
-    for budget in (1, 40 * 8 * 8 * 8, 1 << 15):
+    for budget in (1, 40 * 8 * 8 * 8, 1 << 15) if backend == "eager" else (40 * 8 * 8 * 8,):
         actual = value_and_grad(make(memory_budget=budget, **options), rows, labels)
         # Sums in another order; 2^-52 over tau^2 = 1e-4, 40 terms of 5.
         assert_close(actual, expected, rtol=1e-9, atol=1e-9)

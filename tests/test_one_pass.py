@@ -82,11 +82,10 @@ CASES = {
     "Histogram": Case(losses.HistogramLoss, None, 8 * 22 * 8),
     "ProxyAnchor": Case(proxy_anchor, sum_of_proxy_terms, 3 * 22 * 8),
 }
-every_loss = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+ONE_OF_EACH_PASS = ("PNP Ds", "SmoothAP", "SOPRC", "FastAP", "Histogram", "ProxyAnchor")
 a_loss_of_each_pass = pytest.mark.parametrize(
-    "case", [CASES[name] for name in ("PNP Ds", "SmoothAP", "SOPRC", "FastAP", "Histogram", "ProxyAnchor")],
-    ids=["PNP", "SmoothAP", "SOPRC", "FastAP", "Histogram", "ProxyAnchor"],
-)  # fmt: skip
+    "case", [CASES[name] for name in ONE_OF_EACH_PASS], ids=ONE_OF_EACH_PASS
+)
 
 
 # The interpreter takes long for a panel of one row.
@@ -110,11 +109,18 @@ def modules(case: Case, device: torch.device, **options: Any) -> Iterator[Any]:
 # --- the same numbers by every way ---
 
 
-@every_loss
-@in_panels
+@pytest.mark.parametrize(
+    ("name", "backend", "panels"),
+    [
+        *((name, "eager", panels) for name in CASES for panels in ("of a row", "some", "one")),
+        *((name, "triton", "some") for name in ONE_OF_EACH_PASS),
+    ],
+    indirect=["backend"],
+)
 def test_equals_the_deferred_path_and_the_reference(
-    case: Case, panels: str, backend: str, device: torch.device
+    name: str, panels: str, backend: str, device: torch.device
 ) -> None:
+    case = CASES[name]
     rows, labels = BATCH.on(device)
     made = modules(case, device, memory_budget=budget_for(panels, case.budget))
     value, grad = value_and_grad(next(made), rows, labels)
@@ -131,7 +137,7 @@ def test_equals_the_deferred_path_and_the_reference(
 
 
 @a_loss_of_each_pass
-def test_two_backward_passes(case: Case, backend: str, device: torch.device) -> None:
+def test_two_backward_passes(case: Case, device: torch.device) -> None:
     rows, labels = BATCH.on(device)
     made = modules(case, device)
     _, once = value_and_grad(next(made), rows, labels)
@@ -144,7 +150,11 @@ def test_two_backward_passes(case: Case, backend: str, device: torch.device) -> 
 
 
 @a_loss_of_each_pass
-@pytest.mark.parametrize("by", ["rows", "upstream"])
+@pytest.mark.parametrize(
+    ("by", "backend"),
+    [("rows", "eager"), ("upstream", "eager"), ("upstream", "triton")],
+    indirect=["backend"],
+)
 def test_a_second_derivative_is_an_error(case: Case, by: str, backend: str, device: torch.device) -> None:
     rows, labels = BATCH.on(device)
     factor = torch.ones((), dtype=torch.float64, device=device, requires_grad=by == "upstream")
@@ -156,7 +166,11 @@ def test_a_second_derivative_is_an_error(case: Case, by: str, backend: str, devi
 
 
 @a_loss_of_each_pass
-@pytest.mark.parametrize("scale", [1.0, 65536.0])
+@pytest.mark.parametrize(
+    ("scale", "backend"),
+    [(1.0, "eager"), (65536.0, "eager"), (65536.0, "triton")],
+    indirect=["backend"],
+)
 def test_the_gradient_of_half_rows_is_scaled_in_float32(
     case: Case, scale: float, backend: str, device: torch.device
 ) -> None:
@@ -178,7 +192,7 @@ def test_the_gradient_of_half_rows_is_scaled_in_float32(
 
 
 @a_loss_of_each_pass
-def test_embeddings_may_change_after_the_forward_pass(case: Case, backend: str, device: torch.device) -> None:
+def test_embeddings_may_change_after_the_forward_pass(case: Case, device: torch.device) -> None:
     rows, labels = BATCH.on(device)
     made = modules(case, device)
     _, expected = value_and_grad(next(made), rows, labels)
@@ -190,7 +204,11 @@ def test_embeddings_may_change_after_the_forward_pass(case: Case, backend: str, 
     assert_same(rows.grad, expected)
 
 
-@pytest.mark.parametrize("how", ["no_grad", "frozen"])
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    [("no_grad", "eager"), ("frozen", "eager"), ("frozen", "triton")],
+    indirect=["backend"],
+)
 @a_loss_of_each_pass
 def test_inference_does_no_gradient_work(
     case: Case, how: str, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -286,9 +304,23 @@ def closed_form(pairs: Pairs) -> Any:
     return per_pair(pairs), gradients
 
 
-@pytest.mark.parametrize("scalar_weight", [False, True])
-@in_panels
-@pytest.mark.parametrize("function", [per_pair, per_query, closed_form, "one pass test"])
+FUNCTIONS = (per_pair, per_query, closed_form, "one pass test")
+
+
+@pytest.mark.parametrize(
+    ("function", "backend", "panels", "scalar_weight"),
+    [
+        *(
+            (function, "eager", panels, scalar_weight)
+            for function in FUNCTIONS
+            for panels in ("of a row", "some", "one")
+            for scalar_weight in (False, True)
+        ),
+        (per_pair, "triton", "some", True),
+        (closed_form, "triton", "some", False),
+    ],
+    indirect=["backend"],
+)
 def test_functions_per_pair_and_per_query(
     function: Any, panels: str, scalar_weight: bool, backend: str, device: torch.device
 ) -> None:

@@ -109,9 +109,8 @@ def test_golden_variants(variant, options, value_a, norm_a, value_b, norm_b, dev
 
 
 @pytest.mark.parametrize(("variant", "options"), VARIANTS)
-@pytest.mark.parametrize("seed", range(3))
-def test_agrees_with_pytorch_metric_learning(variant, options, seed, device) -> None:
-    generator = torch.Generator().manual_seed(seed)
+def test_agrees_with_pytorch_metric_learning(variant, options, device) -> None:
+    generator = torch.Generator().manual_seed(0)
     rows = torch.randn(30, 6, dtype=torch.float64, generator=generator).to(device)
     labels = torch.randint(0, 14, (30,), generator=generator).to(
         device
@@ -127,7 +126,7 @@ def test_agrees_with_pytorch_metric_learning(variant, options, seed, device) -> 
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # the backend is the same for all examples
 )
-@given(labels=st.lists(st.integers(-3, 4), min_size=0, max_size=12), seed=st.integers(0, 9))
+@given(labels=st.lists(st.integers(-3, 4), max_size=9), seed=st.integers(0, 9))
 def test_any_labels_agree_with_the_reference(backend, device, labels, seed) -> None:
     rows = torch.randn(len(labels), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(
         device

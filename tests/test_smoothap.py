@@ -130,7 +130,7 @@ def test_empty_and_single_row(rows: int, any_backend: str, device: torch.device)
     assert not grad.any()
 
 
-@given(labels=st.lists(st.integers(-2, 3), max_size=11), seed=st.integers(0, 9))
+@given(labels=st.lists(st.integers(-2, 3), max_size=8), seed=st.integers(0, 9))
 def test_any_labels_equal_the_definition(labels: list[int], seed: int) -> None:
     rows = torch.randn(len(labels), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     expected = value_and_grad(lambda e, y: by_lists(e, y, 0.1), rows, torch.tensor(labels, dtype=torch.int64))
@@ -152,7 +152,7 @@ def test_equals_pytorch_metric_learning_on_square_sorted_batches(
 
 
 def test_float32_is_as_exact_as_the_dense_definition(backend: str, device: torch.device) -> None:
-    data = random_batch(40, 16, 9, n_lone=3).on(device)
+    data = random_batch(24, 16, 5, n_lone=3).on(device)
     low = data.rows.detach().float()
     exact = value_and_grad(lambda e, y: reference.smooth_ap(e, y)[0].mean(), low.double(), data.labels)
     rival = value_and_grad(lambda e, y: reference.smooth_ap(e, y)[0].mean(), low, data.labels)
@@ -182,7 +182,9 @@ def test_autocast_keeps_float32(device: torch.device) -> None:
 
 def test_gradcheck(backend: str, device: torch.device) -> None:
     rows, labels = random_batch(9, 3, 3, n_lone=1).on(device)
-    assert torch.autograd.gradcheck(lambda e: SmoothAPLoss(0.3)(e, labels), rows)
+    assert torch.autograd.gradcheck(
+        lambda e: SmoothAPLoss(0.3)(e, labels), rows, fast_mode=backend == "triton"
+    )
 
 
 def test_reference_has_a_second_derivative_and_the_streams_refuse(device: torch.device) -> None:

@@ -202,7 +202,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@given(labels=st.lists(st.integers(0, 3), max_size=9), seed=st.integers(0, 5))
+@given(labels=st.lists(st.integers(0, 3), max_size=7), seed=st.integers(0, 5))
 def test_any_labels_equal_the_definition(options: dict[str, Any], labels: list[int], seed: int) -> None:
     """Lone rows, absent classes, a single class and no rows included."""
     generator = torch.Generator().manual_seed(seed)
@@ -211,9 +211,10 @@ def test_any_labels_equal_the_definition(options: dict[str, Any], labels: list[i
     prior = torch.tensor([0.1, 0.01, 0.5, 0.9], dtype=torch.float64)
     targets = torch.tensor(labels, dtype=torch.int64)
     tau2 = options.get("tau2", 0.001)
-    for pi in (prior, "batch"):
+    # Where the prior comes from is no matter of the kernel.
+    for pi, names in ((prior, ("eager", "triton", "reference")), ("batch", ("eager", "reference"))):
         expected = value_and_grad(lambda e, y, p=pi: of_embeddings(e, y, memory, p, **options), rows, targets)
-        for name in ("eager", "triton", "reference"):
+        for name in names:
             with use_backend(name):
                 actual = value_and_grad(
                     lambda e, y, p=pi: soprc_loss(e, y, memory, p, **options), rows, targets
@@ -304,6 +305,7 @@ def test_gradcheck(backend: str, device: torch.device) -> None:
                 e, labels, v, 0.2, tau1=0.7, tau2=0.5 if t else 1e-3, tpr_grad=t
             ),
             rows,
+            fast_mode=backend == "triton",
         )
 
 
@@ -352,12 +354,12 @@ def test_invariants_of_one_list(data: st.DataObject) -> None:
 @pytest.mark.parametrize("v_init", ["first", "uniform"])
 def test_v_stays_sorted(update: str, grid: str, v_init: str, device: torch.device) -> None:
     module = criterion(5, update=update, grid=grid, v_init=v_init, memory_size=17).to(device)
-    for step in range(20):
+    for step in range(10):
         rows = random_batch(30, 4, 5, seed=step).rows.to(device)
         module(rows, torch.arange(30, device=device) % 5)
         assert (module.v.diff(dim=1) >= -1e-15).all()
     assert (module.v.abs() <= 1 + 1e-12).all()
-    assert_same(module.visits, torch.full_like(module.visits, 20))
+    assert_same(module.visits, torch.full_like(module.visits, 10))
 
 
 @given(
@@ -480,8 +482,21 @@ def test_the_estimate_is_unbiased_where_average_precision_is_not() -> None:
 # --- numerics ---
 
 
-@pytest.mark.parametrize("tau2", [1e-3, 1e-6, 1e-30])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("any_backend", "dtype", "tau2"),
+    [
+        *(
+            (backend, dtype, tau2)
+            for backend in ("eager", "reference")
+            for dtype in (torch.float32, torch.float16, torch.bfloat16)
+            for tau2 in (1e-3, 1e-6, 1e-30)
+        ),
+        ("triton", torch.float32, 1e-3),
+        ("triton", torch.float16, 1e-30),
+        ("triton", torch.bfloat16, 1e-6),
+    ],
+    indirect=["any_backend"],
+)
 def test_a_narrow_sigmoid_overflows_nowhere(
     tau2: float, dtype: torch.dtype, any_backend: str, device: torch.device
 ) -> None:
@@ -778,40 +793,44 @@ def panels_used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def history(budget: int | None, device: torch.device, **options: Any) -> list[Tensor]:
-    """Values, gradients and buffers of calls that move the memory and of calls that do not."""
+    """Values, gradients and buffers of two calls that move the memory and of one that does not."""
     shift, num_classes = options.pop("shift", 0), options.pop("num_classes", 11)
     module = criterion(num_classes, memory_size=8, memory_budget=budget, **{"w_var": 1, **options}).to(device)
     rows, labels = UNEVEN.on(device)
     found: list[Tensor] = []
-    for step in range(4):
-        module.train(step < 3)
-        found += evaluate(module, rows * 2 - step, labels + shift, update=step != 2)
+    for step in range(3):
+        module.train(step < 2)
+        found += evaluate(module, rows * 2 - step, labels + shift)
         found += [buffer.clone() for buffer in module.buffers()]
     return found
 
 
 @pytest.mark.parametrize(
     ("name", "budget"),
-    [("default", 1), *((name, budget) for name in BLOCKED for budget in (3_000, 25_000))],
+    [("default", 1), ("last", 3_000), *((name, 25_000) for name in BLOCKED)],
 )
 def test_panels_of_queries_change_nothing(
     name: str, budget: int, device: torch.device, panels_used: list[int]
 ) -> None:
     expected = history(None, device, **BLOCKED[name])
-    assert panels_used == [1] * 4
+    assert panels_used == [1] * 3
     panels_used.clear()
     actual = history(budget, device, **BLOCKED[name])
-    assert len(panels_used) == 4
+    assert len(panels_used) == 3
     assert min(panels_used) > 1
     # h is off by a few roundings, 1e-15. l2 is at most 1 / (2 tau2) = 500 times as steep and T at least 1 / 9: T is off
     # by 5e-12 of itself, and a gradient, of slopes l1' of at most 20, by 1e-10. The memory is off as h is.
     assert_close(actual, expected, atol=1e-10)
     names = ["value", "gradient", *dict(SOPRCLoss().named_buffers())]
-    for k in range(0, len(actual), len(expected) // 4):
+    for k in range(0, len(actual), len(expected) // 3):
         assert_close(actual[k + names.index("v")], expected[k + names.index("v")], atol=1e-14)
 
 
-@pytest.mark.parametrize("average", ["macro", "micro"])
+@pytest.mark.parametrize(
+    ("average", "backend"),
+    [("macro", "eager"), ("micro", "eager"), ("macro", "triton")],
+    indirect=["backend"],
+)
 def test_panels_of_queries_equal_the_definition(
     average: str, backend: str, device: torch.device, panels_used: list[int]
 ) -> None:
@@ -910,12 +929,16 @@ def test_peak_memory_of_two_classes() -> None:
     assert 1 << 20 < int(python(PEAK)) <= (3 * 8 + 6 * 4) << 20
 
 
-@pytest.mark.parametrize("options", [{}, *BLOCKED.values()], ids=str)
-def test_one_pass_equals_the_reference(options: dict[str, Any], backend: str, device: torch.device) -> None:
-    """Values, gradients and the memory, three moves and one use of it."""
-    actual = history(None, device, **options)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [*((name, "eager") for name in BLOCKED), ("gradient of T", "triton"), ("no memory", "triton")],
+    indirect=["backend"],
+)
+def test_one_pass_equals_the_reference(name: str, backend: str, device: torch.device) -> None:
+    """Values, gradients and the memory, two moves and one use of it."""
+    actual = history(None, device, **BLOCKED[name])
     use_backend("reference")
-    expected = history(None, device, **options)
+    expected = history(None, device, **BLOCKED[name])
     # Two orders of summation, as in the panels above.
     assert_close(actual, expected, atol=1e-10)
 

@@ -191,7 +191,7 @@ def test_first_use_is_timed_once_and_kept(
 
 
 def test_sizes_of_one_bucket_are_timed_once(kernels: Kernels) -> None:
-    """Case 79: 40 sizes from 900 to 1290 lie in two buckets, 1024 and 2048."""
+    """40 sizes from 900 to 1290 lie in two buckets, 1024 and 2048."""
     for n in range(900, 1300, 10):
         forward(n)
     assert len(tuning.table_of(GPU.name).entries) == 2

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from bench import rivals
+from bench.cases import OURS
+from bench.registry import LOSSES as LOSS_CASES
+from bench.registry import title
 from tritonloss import losses
 from tritonloss.ops import streaming
 
-OURS, FLOOR, PRECISION, PANELS = "tritonloss", "GEMMs alone", "precision", "panels"
-# How the rows of a cell are multiplied, by the name of its mode: torch's float32 matmul precision, the option of our
-# losses, and the dtype of the rows.
+FLOOR, PRECISION, PANELS = "GEMMs alone", "precision", "panels"
+# How the rows of a cell are multiplied, by the name of its mode: torch's float32 matmul precision, TRITONLOSS_PRODUCTS,
+# and the dtype of the rows.
 MODES = {
     "highest": ("highest", "ieee", torch.float32),
     "high": ("high", "auto", torch.float32),
@@ -112,54 +115,51 @@ def gathered_soprc(size: Size, dimension: int) -> nn.Module:
     return rivals.SOPRCGathered(size[0] // 4)
 
 
-LOSSES = {
-    "PNP": Loss(
-        lambda size, dimension, **options: losses.PNPLoss(**options),
-        {
-            **function(rivals.pnp_gathered, 64),
-            "dense": function(rivals.pnp_dense, 16, power=3)["eager"],
-        },
-    ),
-    "SmoothAP": Loss(
-        lambda size, dimension, **options: losses.SmoothAPLoss(**options),
-        {
-            **function(rivals.smooth_ap_gathered, 70),
-            "dense": function(rivals.smooth_ap_dense, 16, power=3)["eager"],
-        },
-    ),
-    "SOPRC": Loss(
-        lambda size, dimension, **options: losses.SOPRCLoss(-(-size[0] // 4), w_var=0, **options),
-        {
-            "eager": Rival(gathered_soprc, lambda size: 90 * size[0] ** 2),
-            "compiled": Rival(
-                lambda size, dimension: torch.compile(gathered_soprc(size, dimension), dynamic=False),
-                lambda size: 90 * size[0] ** 2,
-            ),
-        },
-    ),
-    "Histogram": Loss(
-        lambda size, dimension, **options: losses.HistogramLoss(**options),
-        function(rivals.histogram_dense, 50),
-    ),
-    "FastAP": Loss(
-        lambda size, dimension, **options: losses.FastAPLoss(**options),
-        function(rivals.fastap_dense, 300),
-    ),
-    "ProxyAnchor": Loss(
-        lambda size, dimension, **options: losses.ProxyAnchorLoss(size[1], dimension, **options),
-        {
-            "eager": Rival(
-                lambda size, dimension: rivals.ProxyAnchorDense(size[1], dimension, compiled=False),
-                lambda size: 55 * size[0] * size[1],
-            ),
-            "compiled": Rival(
-                lambda size, dimension: rivals.ProxyAnchorDense(size[1], dimension, compiled=True),
-                lambda size: 20 * size[0] * size[1],
-            ),
-        },
-        with_proxies=True,
-    ),
+RIVALS = {
+    "PNP": {
+        **function(rivals.pnp_gathered, 64),
+        "dense": function(rivals.pnp_dense, 16, power=3)["eager"],
+    },
+    "SmoothAP": {
+        **function(rivals.smooth_ap_gathered, 70),
+        "dense": function(rivals.smooth_ap_dense, 16, power=3)["eager"],
+    },
+    "SOPRC": {
+        "eager": Rival(gathered_soprc, lambda size: 90 * size[0] ** 2),
+        "compiled": Rival(
+            lambda size, dimension: torch.compile(gathered_soprc(size, dimension), dynamic=False),
+            lambda size: 90 * size[0] ** 2,
+        ),
+    },
+    "Histogram": function(rivals.histogram_dense, 50),
+    "FastAP": function(rivals.fastap_dense, 300),
+    "ProxyAnchor": {
+        "eager": Rival(
+            lambda size, dimension: rivals.ProxyAnchorDense(size[1], dimension, compiled=False),
+            lambda size: 55 * size[0] * size[1],
+        ),
+        "compiled": Rival(
+            lambda size, dimension: rivals.ProxyAnchorDense(size[1], dimension, compiled=True),
+            lambda size: 20 * size[0] * size[1],
+        ),
+    },
 }
+# Of SOPRC what its rivals compute.
+OPTIONS = {"SOPRC": {"w_var": 0}}
+
+
+def ours(name: str) -> Loss:
+    """The loss of the registry, with a class for every four rows, or with C proxies."""
+    case, options = LOSS_CASES[name], OPTIONS.get(title(name), {})
+
+    def build(size: Size, dimension: int, **given: Any) -> nn.Module:
+        n_classes = size[1] if case.per_proxy else -(-size[0] // 4)
+        return case.timed(n_classes, dimension, **options, **given)
+
+    return Loss(build, RIVALS.get(title(name), {}), case.per_proxy)
+
+
+LOSSES = {title(name): ours(name) for name in LOSS_CASES}
 
 
 def sizes(loss: str, plan: Plan) -> tuple[Size, ...]:
@@ -173,8 +173,9 @@ def cells(plan: Plan) -> list[Cell]:
 
 def _in_order(plan: Plan) -> Iterator[Cell]:
     def of(loss: str, *names: str, matmul: str = "highest") -> Iterator[Cell]:
+        known = {OURS, FLOOR, *LOSSES[loss].rivals}
         for size in sizes(loss, plan):
-            for name in names:
+            for name in names if known.issuperset(names) else ():
                 # The products are the same for all losses over the same batch.
                 yield Cell(FLOOR if name == FLOOR else loss, name, size, matmul)
 
@@ -202,7 +203,8 @@ def _in_order(plan: Plan) -> Iterator[Cell]:
     for index in range(max(len(plan.batches), len(plan.proxies)) if plan.compiled else 0):
         for loss in LOSSES:
             for size in sizes(loss, plan)[index : index + 1]:
-                yield Cell(loss, "compiled", size)
+                if "compiled" in LOSSES[loss].rivals:
+                    yield Cell(loss, "compiled", size)
 
 
 def inputs(size: Size, dimension: int, device: str) -> tuple[Tensor, Tensor]:
@@ -218,20 +220,18 @@ def step(cell: Cell, dimension: int, device: str) -> Step:
     """The step of a cell: a GEMM has no loss, and returns the last block of its scores."""
     if cell.name == FLOOR:
         return gemms(cell.size, dimension, device)
-    _, products, dtype = MODES[cell.matmul]
+    dtype = MODES[cell.matmul][2]
     rows, labels = inputs(cell.size, dimension, device)
     rows = rows.detach().to(dtype).requires_grad_()
     if cell.loss == PANELS:
-        return of_height(losses.PNPLoss(products=products), int(cell.name.split()[0]), rows, labels)
+        return of_height(losses.PNPLoss(), int(cell.name.split()[0]), rows, labels)
     case = LOSSES[cell.loss]
-    if cell.name == OURS:
-        criterion: Callable[..., Tensor] = case.build(cell.size, dimension, products=products)
-    else:
-        criterion = case.rivals[cell.name].build(cell.size, dimension)
+    build = case.build if cell.name == OURS else case.rivals[cell.name].build
+    criterion = build(cell.size, dimension)
     leaves = [rows]
     if isinstance(criterion, nn.Module):
         criterion = criterion.to(device)
-        if cell.loss == "ProxyAnchor":
+        if case.with_proxies:
             criterion = criterion.to(dtype)
         leaves += list(criterion.parameters())
     fill(leaves[1:])

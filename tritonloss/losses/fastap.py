@@ -18,6 +18,7 @@ from tritonloss.losses.base import (
     PerQueryLoss,
     check_bounds,
     check_choice,
+    check_count,
     check_embeddings,
     check_labels,
     check_products,
@@ -25,7 +26,6 @@ from tritonloss.losses.base import (
     mean_of_queries,
     output_dtype,
 )
-from tritonloss.losses.histogram import check_num_bins
 from tritonloss.ops import Counting, histogram_values, register_histogram_function, running_sum
 from tritonloss.types import PairIndices, ProductMode, Reduction, TripletIndices, accumulation_dtype, upcast
 
@@ -59,10 +59,10 @@ def fastap_loss(
     """
     check_embeddings(embeddings, "embeddings")
     check_labels(labels, embeddings, "labels")
-    check_num_bins(num_bins)
+    num_bins = check_count("num_bins", num_bins)
     check_choice("reduction", reduction, Reduction)
-    check_bounds(memory_budget=memory_budget)
     check_products(products)
+    (memory_budget,) = check_bounds(memory_budget=memory_budget)
     with full_precision(embeddings):
         options = num_bins, LpDistance(power=2), memory_budget, products
         mean = reduction == "mean"
@@ -123,9 +123,9 @@ class FastAPLoss(PerQueryLoss):
         products: ProductMode | None = None,
         **options: Unpack[LossOptions],
     ) -> None:
-        check_num_bins(num_bins)
-        check_bounds(memory_budget=memory_budget)
         check_products(products)
+        num_bins = check_count("num_bins", num_bins)
+        (memory_budget,) = check_bounds(memory_budget=memory_budget)
         super().__init__(**options)
         if not is_euclidean(self.distance):
             raise TypeError(

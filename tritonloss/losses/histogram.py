@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,9 +81,9 @@ def histogram_loss(
     check_embeddings(embeddings, "embeddings")
     if labels is not None:
         check_labels(labels, embeddings, "labels")
-    check_num_bins(num_bins)
-    check_bounds(memory_budget=memory_budget)
     check_products(products)
+    num_bins = check_count("num_bins", num_bins)
+    (memory_budget,) = check_bounds(memory_budget=memory_budget)
     distance = CosineSimilarity() if distance is None else check_distance(distance)
     indices = as_indices(indices_tuple)
     with full_precision(embeddings):
@@ -120,9 +119,9 @@ class HistogramLoss(BaseMetricLossFunction):
         memory_budget: int | None = None,
         products: ProductMode | None = None,
     ) -> None:
-        check_num_bins(num_bins)
-        check_bounds(memory_budget=memory_budget)
         check_products(products)
+        num_bins = check_count("num_bins", num_bins)
+        (memory_budget,) = check_bounds(memory_budget=memory_budget)
         super().__init__(
             distance=distance,
             embedding_regularizer=embedding_regularizer,
@@ -153,10 +152,6 @@ class HistogramLoss(BaseMetricLossFunction):
 
     def extra_repr(self) -> str:
         return f"num_bins={self.num_bins}"
-
-
-def check_num_bins(num_bins: Any) -> None:
-    check_count("num_bins", num_bins)
 
 
 def overlap(

@@ -104,8 +104,8 @@ def proxy_anchor_loss(
     if weights is not None:
         check_weights(weights, embeddings)
     check_numbers(margin=margin, alpha=alpha)
-    check_bounds(memory_budget=memory_budget)
     check_products(products)
+    (memory_budget,) = check_bounds(memory_budget=memory_budget)
     distance = CosineSimilarity() if distance is None else check_distance(distance)
     rows = match_proxies(embeddings, proxies)
     repulsion = repulsion_of(margin, alpha, distance, memory_budget, products)
@@ -156,10 +156,10 @@ class ProxyAnchorLoss(BaseProxyLoss):
         products: ProductMode | None = None,
         **options: Any,
     ) -> None:
-        check_count("num_classes", num_classes)
+        num_classes = check_count("num_classes", num_classes)
         check_numbers(margin=margin, alpha=alpha)
-        check_bounds(memory_budget=memory_budget)
         check_products(products)
+        (memory_budget,) = check_bounds(memory_budget=memory_budget)
         super().__init__(
             num_classes,
             embedding_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -102,12 +103,13 @@ class RankingLoss(PerQueryLoss):
         **options: Unpack[LossOptions],
     ) -> None:
         check_positive(temperature=temperature)
-        check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
         check_products(products)
+        bounds = check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
         super().__init__(**options)
         require_cosine(type(self).__name__, self.distance)
         self.temperature = temperature
-        self.max_class_size, self.memory_budget, self.products = max_class_size, memory_budget, products
+        self.max_class_size, self.memory_budget = bounds
+        self.products = products
 
     def of_pairs(self, pairs: Pairs) -> Any:
         """The loss of each query [q], of the `tritonloss.ops.Pairs` of q queries; 0 for a query without a pair.
@@ -179,8 +181,11 @@ def loss_of_ranks(
     check_embeddings(embeddings, "embeddings")
     check_labels(labels, embeddings, "labels")
     check_choice("reduction", reduction, Reduction)
-    check_bounds(max_class_size=ranked.ranking.max_class_size, memory_budget=ranked.ranking.memory_budget)
     check_products(ranked.ranking.products)
+    size, budget = ranked.ranking.max_class_size, ranked.ranking.memory_budget
+    size, budget = check_bounds(max_class_size=size, memory_budget=budget)
+    ranking = replace(ranked.ranking, max_class_size=size, memory_budget=budget)
+    ranked = ranked._replace(ranking=ranking)
     with full_precision(embeddings):
         if reduction == "none":
             loss, _ = ranked_values(embeddings, labels, ranked)

@@ -56,15 +56,22 @@ class ScoreMemory(nn.Module):
         update: MemoryUpdate,
     ) -> None:
         super().__init__()
-        check_count("num_classes", num_classes)
-        check_interpolation(memory_size, grid, None if isinstance(score_range, str) else score_range)
+        self.num_classes = check_count("num_classes", num_classes)
+        is_auto = isinstance(score_range, str) and score_range == "auto"
+        phi = check_interpolation(memory_size, grid, None if is_auto else score_range)
         check_choice("v_init", v_init, MemoryInit)
         check_choice("update", update, MemoryUpdate)
         check_numbers(beta=beta)
         if not 0 < beta <= 1:
             raise ValueError(f"beta is {beta}: expected a number above 0 and at most 1")
-        self.num_classes, self.memory_size, self.beta = int(num_classes), int(memory_size), beta
-        self.score_range, self.grid, self.v_init, self.update = score_range, grid, v_init, update
+        self.memory_size, self.beta, self.grid, self.v_init, self.update = (
+            phi.size,
+            beta,
+            grid,
+            v_init,
+            update,
+        )
+        self.score_range: ScoreRange | Literal["auto"] = "auto" if is_auto else phi.score_range
         self.register_buffer("v", torch.empty(self.num_classes, self.memory_size, dtype=torch.float32))
         self.register_buffer("visits", torch.empty(self.num_classes, dtype=torch.int64))
         self.reset_parameters()
@@ -140,8 +147,8 @@ class ScoreMemory(nn.Module):
         if self.update == "last":
             seen = torch.cumsum(is_fresh, 0)
             is_fresh = is_fresh & (seen == seen[torch.cumsum(length, 0)[run] - 1])
-        n_fresh = segment_sum(is_fresh.to(phi.dtype), length)
-        total = segment_sum(torch.where(is_fresh[:, None], phi, 0), length)
+        n_fresh = segment_sum(is_fresh.to(phi.dtype), run, length)
+        total = segment_sum(torch.where(is_fresh[:, None], phi, 0), run, length)
         return (total / n_fresh.clamp(min=1)[:, None])[run], (n_fresh > 0)[run]
 
     def _apply(self, fn: Any, recurse: bool = True) -> ScoreMemory:

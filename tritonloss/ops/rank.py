@@ -301,10 +301,10 @@ def _run(
     else:
         rows = Rows(queries, order, normalize)
         others = None if keys is None else Rows(keys, None, normalize)
-        unit = 1.0 if distance == "euclidean" else temperature
-        of_rows = Products(rows, others, 1 / unit, panels.height, own, needs, products, backend)
-        is_euclidean = distance == "euclidean"
-        source = EuclideanScores(of_rows, temperature, panels.height, need) if is_euclidean else of_rows
+        scale = 1.0 if distance == "euclidean" else 1 / temperature
+        source = Products(rows, others, scale, panels.height, own, needs, products, backend)
+        if distance == "euclidean":
+            source = EuclideanScores(source, temperature, panels.height, need)
     like = source.scratch
     sink: _Values | _FlatPairs
     if function:
@@ -372,7 +372,9 @@ def _run(
         kept = None  # before the next panel has its own
         source.add(panel, grad)
     # No tensor twice; of an absent input what the fake has.
-    nothing = (torch.empty(0) if tensor is None else like.new_empty(0) for tensor in (queries, keys))
+    nothing = (
+        torch.empty(0, device="cpu") if tensor is None else like.new_empty(0) for tensor in (queries, keys)
+    )
     found = zip(source.gradients(), nothing, needs, strict=True)
     return *sink.results(), *(grad if need else other for grad, other, need in found)
 

@@ -128,7 +128,9 @@ def semi_variance_total(
 
 
 class _Factors(NamedTuple):
-    """The gradients of the results as a function of them; before the walk, where the numbers of pairs suffice."""
+    """function: from the results of the walk to the gradients of the results. before: it needs the numbers of pairs
+    only, which are known before the walk.
+    """
 
     function: Callable[[Sequence[Tensor]], list[Tensor]]
     before: bool
@@ -146,7 +148,7 @@ class _Means:
         self.rows, self.is_query = rows, (count > 0).to(rows.dtype)[:, None]
         run, lengths = runs(start)
         self.queries = rows * self.is_query
-        sums = segment_sum(self.queries, lengths)
+        sums = segment_sum(self.queries, run, lengths)
         self.class_sums, self.all_queries, self.all_rows = sums[run], self.queries.sum(0), rows.sum(0)
         own = sums.square().sum()
         totals = torch.stack(

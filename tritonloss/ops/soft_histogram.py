@@ -17,11 +17,11 @@ from tritonloss.ops.panels import ROW_STRIDE_UNIT
 from tritonloss.ops.shares import Share, own_share
 from tritonloss.ops.sources import Called, Products, Rows, checked, distance_of_rows
 from tritonloss.ops.streaming import MIN_ROWS, budget_bytes, rows_per_block
-from tritonloss.types import ProductMode, accumulation_dtype, upcast
+from tritonloss.types import ProductMode, accumulation_dtype, upcast, widest
 
 
 class SoftHistograms(NamedTuple):
-    """positives, negatives: [bins + 1], or [Q, bins + 1] per query: the number of pairs at each node, float64."""
+    """positives, negatives: [bins + 1], or [Q, bins + 1] per query: the number of pairs at each node, in `widest`."""
 
     positives: Tensor
     negatives: Tensor
@@ -86,7 +86,8 @@ def soft_histogram(
             TRITONLOSS_PRODUCTS, else "auto".
 
     Returns:
-        SoftHistograms(positives, negatives), [bins + 1] or [Q, bins + 1] float64, whose sums are the numbers of pairs.
+        SoftHistograms(positives, negatives), [bins + 1] or [Q, bins + 1] float64 (float32 on a device that may not have
+        it: MPS, XPU), whose sums are the numbers of pairs.
         Pairs are counted as integers and their fractions added in fixed point, 24 bits or more: exact beyond 2^24
         pairs, off by at most 2^-24 of the pairs of a bin, the same in every run. A histogram with a NaN among its
         similarities is NaN. Differentiable once, in queries and keys.
@@ -300,16 +301,16 @@ def key_ranges(start: Tensor, count: Tensor, position: Tensor, n_keys: int, per_
 class Tables:
     """Numbers of pairs and sums of fractions by bin, and what becomes of them: a value at each node.
 
-    counts [G, 2, bins + 2] int64 and fractions, the same in float64, are what the backends add to; the last entry is
+    counts [G, 2, bins + 2] int64 and fractions, the same in `widest`, are what the backends add to; the last entry is
     the number of NaN.
     """
 
-    def __init__(self, n_tables: int, bins: int, device: torch.device) -> None:
+    def __init__(self, n_tables: int, bins: int, dtype: torch.dtype, device: torch.device) -> None:
         self.counts = torch.zeros(n_tables, 2, bins + 2, dtype=torch.int64, device=device)
-        self.fractions = torch.zeros(n_tables, 2, bins + 2, dtype=torch.float64, device=device)
+        self.fractions = torch.zeros(n_tables, 2, bins + 2, dtype=widest(dtype, device), device=device)
 
     def histograms(self) -> Tensor:
-        """[G, 2, bins + 1] float64: node r has what the fractions leave of bin r, and the fractions of bin r - 1."""
+        """[G, 2, bins + 1]: node r has what the fractions leave of bin r, and the fractions of bin r - 1."""
         fractions = self.fractions[..., :-1]
         histograms = self.counts[..., :-1] - fractions
         histograms[..., 1:] += fractions[..., :-1]
@@ -419,7 +420,7 @@ class _Counter:
 
     def of_all(self, tiles: Sequence[Tile], given: Any) -> Tensor:
         """One histogram, [2, bins + 1]."""
-        tables = Tables(1, self.bins, self.device)
+        tables = Tables(1, self.bins, self.dtype, self.device)
         scores = None
         if callable(given) or not given:
             for tile in tiles:
@@ -446,7 +447,7 @@ class _Counter:
                 scores, self.kept = self.source.scores(tile.rows, tile.first_key), None
                 grad = given[0][tile.rows]
             else:
-                tables = Tables(tile.rows.stop - tile.rows.start, self.bins, self.device)
+                tables = Tables(tile.rows.stop - tile.rows.start, self.bins, self.dtype, self.device)
                 scores = self._count(tile, tables)
                 result = tables.histograms()
                 if function:
@@ -461,7 +462,7 @@ class _Counter:
         if len(results) == 1:
             return results[0]
         shape = (0,) if function or given else (0, 2, self.bins + 1)
-        dtype = self.dtype if function else torch.float64
+        dtype = self.dtype if function else widest(self.dtype, self.device)
         return torch.cat(results) if results else torch.empty(shape, dtype=dtype, device=self.device)
 
     def _count(self, tile: Tile, tables: "Tables") -> Tensor:
@@ -505,7 +506,7 @@ def _fake(
     shape: tuple[int, ...] = (2, bins + 1)
     if per_query:
         shape = (0,) if given else (count.shape[0], *shape)
-    return (inputs[0].new_empty(shape, dtype=torch.float64),)
+    return (inputs[0].new_empty(shape, dtype=widest(inputs[0].dtype, inputs[0].device)),)
 
 
 histogram_pass = Pass(

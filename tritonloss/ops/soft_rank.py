@@ -32,8 +32,8 @@ class Ranking:
     """How queries are compared with keys; the options of `soft_rank`.
 
     normalize: divide each row by its Euclidean norm (by 1e-12 if that is larger) within the pass. distance: "dot" for
-    scores that are products of rows; "euclidean" for minus the distance of rows, which must be normalised. products:
-    how rows are multiplied, see `tritonloss.ops.products`; None for TRITONLOSS_PRODUCTS, else "auto".
+    scores that are products of rows; "euclidean" for minus the distance of rows, which must be normalised.
+    products: how rows are multiplied, see `tritonloss.ops.products`; None for TRITONLOSS_PRODUCTS, else "auto".
     """
 
     surrogate: str = "sigmoid"

@@ -263,7 +263,7 @@ class Called:
 
     def gradients(self) -> tuple[Tensor, ...]:
         """Those of all inputs; empty where not needed."""
-        return tuple(torch.empty(0) if total is None else total for total in self.totals)
+        return tuple(torch.empty(0, device="cpu") if total is None else total for total in self.totals)
 
 
 def distance_of_rows(distance: Callable[..., Tensor], own: slice) -> Callable[..., Tensor]:
