@@ -643,7 +643,7 @@ for name in LOSSES:
 
 @peaks_are_known
 def test_peak_memory() -> None:
-    """4096^2 float32 are 64 MiB. Case 69 asks for less than 64 N^2 bytes, 1 GiB.
+    """4096^2 float32 are 64 MiB. A user asked for less than 64 N^2 bytes, 1 GiB.
 
     With 1 MiB for similarities, N = 4096 takes less than a quarter of that matrix: a few blocks, N D numbers and the
     pairs, which at most double with N. By default the matrix and a gradient of its size may be kept, beside a dozen
