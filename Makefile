@@ -15,6 +15,7 @@ test: $(VENV)/.test
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m mypy tests/typed_use.py
 	$(PY) -m pytest -n 2 $(ARGS)
 
 # The tests with the oldest torch and triton, in an environment of its own: 6 GB with the CUDA build of torch.

@@ -45,7 +45,7 @@ ITEMSIZE = {"fp32": 4, "fp64": 8}
 NUM_STAGES = 3  # what triton.Config asks for
 
 # What the arguments of a kernel do not say: the values of its constants besides those of tuning.CONFIGS, and which
-# pointers are to integers. A new kernel needs an entry for each new name.
+# pointers are not to scores. A new kernel needs an entry for each new name.
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "SURROGATE": PLAIN,
     **dict.fromkeys(NUMBERS, (0.5,)),
@@ -53,13 +53,14 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "WITH_POSITIVES": (False, True),
     "ONE_TILE": (True, False),
     "DESCENDING": (False, True),
+    "WEIGHED": (True, False),
     "STRICT": (True, False),
     "MAP": ("linear", "circle"),
     "WITH_SCORES": (True, False),
     "PER_UNIT": tuple(sorted({stencil.per_unit for stencil in large_classes.STENCILS.values()})),
     "POINTS": tuple(sorted({stencil.points for stencil in large_classes.STENCILS.values()})),
 }
-INTEGER_POINTERS = {
+OTHER_POINTERS = {
     "start": "*i64",
     "count": "*i64",
     "counts": "*i32",
@@ -67,6 +68,8 @@ INTEGER_POINTERS = {
     "labels": "*i32",
     "ranges": "*i64",
     "words": "*i64",
+    "high": "*bf16",
+    "low": "*bf16",
 }
 # The values that take the most registers on sm_90, or as many as any.
 HEAVIEST = {
@@ -173,7 +176,7 @@ def signature(build: Build) -> dict[str, str]:
         elif parameter.do_not_specialize:
             types[parameter.name] = "i32"
         else:
-            types[parameter.name] = INTEGER_POINTERS.get(parameter.name, f"*{build.dtype}")
+            types[parameter.name] = OTHER_POINTERS.get(parameter.name, f"*{build.dtype}")
     return types
 
 
@@ -226,7 +229,7 @@ def report(build: Build) -> dict[str, Any]:
 
 
 def nvidia_usage(kernel: Any) -> dict[str, int]:
-    """Registers a thread, bytes of stack (spills), fences."""
+    """Registers per thread, bytes of stack (spills), fences."""
     with cubin(kernel) as path:
         text = tool("cuobjdump", "-res-usage", path)
     registers, stack = (int(re.findall(rf"{key}:(\d+)", text)[-1]) for key in ("REG", "STACK"))

@@ -7,13 +7,12 @@ is a factor of one run, on a machine that does nothing else:
 - speed: time of a rival over ours, forward and backward; a larger one is better;
 - growth: our time at 2 N over that at N; a smaller one is better;
 - memory: our peak over a rival's; a smaller one is better;
-- what the function `ratios` of a benchmark adds.
+- what the `ratios` of a benchmark add.
 
 Exit status: 0; 1 if a ratio is worse than the baseline by more than the margin; 2 if nothing could be compared.
 """
 
 import argparse
-import importlib
 import json
 import sys
 import tempfile
@@ -22,9 +21,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench import report
-from bench.__main__ import BENCHMARKS, RESULTS, file_name, run
+from bench.__main__ import RESULTS, file_name, run
+from bench.cases import BENCHMARKS, OURS
 from bench.gpu_check import summary
-from bench.gpu_check.plan import OURS
 from bench.report import MEBIBYTE, Table
 
 GPU = "gpu"  # in place of a benchmark: the results of a GPU check
@@ -100,10 +99,9 @@ def load(benchmark: str, file: Path) -> dict[str, float]:
     """The ratios of a JSON, of the fastest rounds: what another job on the machine changes least."""
     results = json.loads(file.read_text())
     if benchmark != GPU:
-        case = importlib.import_module(f"bench.{benchmark}")
+        case = BENCHMARKS[benchmark]
         table = report.rows(case, results, "min")
-        own = case.ratios(table) if hasattr(case, "ratios") else {}
-        return {**ratios(case.AXES, table, LEAST_CPU_SECONDS), **own}
+        return {**ratios(case.axes, table, LEAST_CPU_SECONDS), **case.ratios(table)}
     return {
         f"{loss}, {name}": goodness
         for loss, (axes, table) in summary.tables(results).items()

@@ -8,7 +8,6 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,20 +16,21 @@ import torch.multiprocessing
 from torch import Tensor, nn
 
 from bench.__main__ import RESULTS, file_name
+from bench.registry import LOSSES, title
 from bench.report import machine
-from tritonloss import losses
 from tritonloss.distributed import DistributedLoss
 
 N, DIMENSION, STEPS = 4096, 128, 5
 PROCESSES = (1, 2, 4)
-LOSSES: dict[str, Callable[[], nn.Module]] = {
-    "PNP": losses.PNPLoss,
-    "SmoothAP": losses.SmoothAPLoss,
-    "SOPRC": lambda: losses.SOPRCLoss(N // 4),
-    "Histogram": losses.HistogramLoss,
-    "FastAP": losses.FastAPLoss,
-    "ProxyAnchor, 10000 classes": lambda: losses.ProxyAnchorLoss(10_000, DIMENSION),
-}
+PROXIES = 10_000
+
+
+def label(name: str) -> str:
+    return f"{title(name)}, {PROXIES} classes" if LOSSES[name].per_proxy else title(name)
+
+
+def build(name: str) -> nn.Module:
+    return LOSSES[name].timed(PROXIES if LOSSES[name].per_proxy else N // 4, DIMENSION)
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
     for name in LOSSES:
         alone = seconds[1][name]
         cells = [f"{seconds[p][name]:.3f} ({seconds[p][name] / alone:.2f})" for p in PROCESSES]
-        lines.append("| " + " | ".join([name, *cells]) + " |")
+        lines.append("| " + " | ".join([label(name), *cells]) + " |")
     text = "\n".join(lines) + "\n"
     (RESULTS / file_name("distributed")).with_suffix(".md").write_text(text)
     print(text)
@@ -66,7 +66,7 @@ def _process(rank: int, processes: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
     rows = torch.randn(N, DIMENSION, generator=torch.Generator().manual_seed(0)).tensor_split(processes)[rank]
     labels = (torch.arange(N) // 4).tensor_split(processes)[rank]
-    results = {name: _step_seconds(DistributedLoss(make()), rows, labels) for name, make in LOSSES.items()}
+    results = {name: _step_seconds(DistributedLoss(build(name)), rows, labels) for name in LOSSES}
     torch.save(results, os.path.join(folder, f"{rank}.pt"))
     dist.destroy_process_group()
 

@@ -4,13 +4,14 @@ In bytes. A process of its own, because the allocator of a process that ran anyt
 """
 
 import ctypes
-import importlib
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
+from bench.cases import BENCHMARKS
 
 
 def peak_bytes(benchmark: str, name: str, *sizes: int | str, device: str) -> int:
@@ -46,9 +47,9 @@ def _peak_of_the_process(run: Callable[[], object]) -> int:
 
 def main() -> None:
     benchmark, name, *sizes, device = sys.argv[1:]
-    step = importlib.import_module(f"bench.{benchmark}").step
     numbers = (int(size) if size.isdecimal() else size for size in sizes)
-    print(peak_above(step(name, *numbers, True, device), device))
+    step = BENCHMARKS[benchmark].step(name, *numbers, backward=True, device=device)
+    print(peak_above(step, device))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
 """`python -m bench.plots`: time and peak memory against N, a PNG beside each JSON of bench/results."""
 
-import importlib
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import matplotlib as mpl
@@ -11,7 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench import report
-from bench.__main__ import BENCHMARKS, RESULTS
+from bench.__main__ import RESULTS
+from bench.cases import BENCHMARKS, Benchmark
 from bench.gpu_check import summary
 from bench.gpu_check.plan import FLOOR, OURS
 from bench.report import MEBIBYTE, Row, Table
@@ -48,15 +47,15 @@ def figures(file: Path) -> list[tuple[Path, str, Lines]]:
         ]
     for name in BENCHMARKS:
         if file.name.startswith(f"{name.replace('_', '-')}-") and "benchmarks" in results:
-            case = importlib.import_module(f"bench.{name}")
+            case = BENCHMARKS[name]
             return [
-                (file.with_suffix(".png"), title(case, results), by_n(case.AXES, report.rows(case, results)))
+                (file.with_suffix(".png"), title(case, results), by_n(case.axes, report.rows(case, results)))
             ]
     return []
 
 
-def title(case: ModuleType, results: dict[str, Any]) -> str:
-    return f"{case.SUBJECT.partition(';')[0]}\n{results['machine_info']['machine']}"
+def title(case: Benchmark, results: dict[str, Any]) -> str:
+    return f"{case.text.partition(';')[0]}\n{results['machine_info']['machine']}"
 
 
 def by_n(axes: tuple[str, ...], table: Table) -> Lines:

@@ -3,9 +3,14 @@
 Similarities and the two products of their gradient are computed in each mode from float32 rows, everything else in
 float64, and compared with float64 throughout. Without a GPU the modes are emulated: operands are rounded as the tensor
 cores round them, products and sums are those of float32. On CUDA the real modes are used and one product is timed.
+
+A second table is of the products that the losses use, `tritonloss.ops.products`, for rows in bfloat16, float16 and
+float32: "split" beside IEEE. Without a GPU the sums of tensor cores are emulated: products are exact, and are added in
+groups of `--depth`, after each of which the sum is rounded towards zero.
 """
 
 import argparse
+import contextlib
 import json
 import statistics
 from collections.abc import Callable, Iterator
@@ -18,6 +23,8 @@ from torch.nn import functional as F
 
 from bench import report
 from bench.__main__ import RESULTS
+from tritonloss.ops import products
+from tritonloss.ops.streaming import empty_scores
 
 TEMPERATURE = 0.01
 PER_CLASS = 4
@@ -31,6 +38,12 @@ Product = Callable[[Tensor, Tensor], Tensor]  # a [m, k], b [n, k] to a @ b.T [m
 # The length of the noise that is added to the unit vector of the class, none for noise alone: the cosine of two of a
 # class is about 0, 0.17 and 0.31, and the median of R about 1000, 0.3 and 4e-7.
 DATA = {"random": None, "half trained": 2.2, "trained": 1.5}
+# All rows are near one: the length of the noise on the unit vector of all.
+COLLAPSED = 0.1
+INPUTS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DEPTH = 16
+# What float64 has more bits of mantissa than float32.
+FLOAT64_EXTRA_BITS = 29
 
 
 class Error(NamedTuple):
@@ -138,6 +151,110 @@ def errors(rows: Tensor) -> dict[str, Error]:
     return found
 
 
+def embeddings(data: str, n: int, dimension: int, dtype: torch.dtype, device: str) -> Tensor:
+    """[n, D] of lengths from 4 to 12, as a network gives them. data: a key of DATA, or "collapsed"."""
+    generator = torch.Generator().manual_seed(1)
+    if data == "collapsed":
+        noise = torch.randn(n + 1, dimension, generator=generator, dtype=torch.float64)
+        unit = F.normalize(noise, dim=1)
+        rows = F.normalize(unit[:1] + COLLAPSED * unit[1:], dim=1)
+    else:
+        rows = unit_rows(data, n, dimension, "cpu").double()
+    length = 4 + 8 * torch.rand(n, 1, generator=generator, dtype=torch.float64)
+    return (length * rows).to(device, dtype)
+
+
+def tensor_core(depth: int) -> products.Multiply:
+    """Half precision products as a tensor core adds them: exact, rounded towards zero after every `depth` of them."""
+
+    def multiply_as_tensor_core(out: Tensor, a: Tensor, b: Tensor, alpha: float, beta: float) -> None:
+        a, b = a.double(), b.double()
+        total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64)
+        for begin in range(0, a.shape[1], depth):
+            total += a[:, begin : begin + depth] @ b[begin : begin + depth]
+            total = towards_zero(total)
+        product = (alpha * total).float()
+        out.copy_(product if beta == 0 else product.add_(out, alpha=beta))
+
+    return multiply_as_tensor_core
+
+
+def towards_zero(x: Tensor) -> Tensor:
+    """float64 with no more bits than float32 has."""
+    return (x.view(torch.int64) >> FLOAT64_EXTRA_BITS << FLOAT64_EXTRA_BITS).view(torch.float64)
+
+
+@contextlib.contextmanager
+def multiplying(form: products.Multiply) -> Iterator[None]:
+    """Half precision products on the CPU by `form`."""
+    cpu = torch.device("cpu")
+    products._supports[cpu] = form
+    try:
+        yield
+    finally:
+        del products._supports[cpu]
+
+
+def split_errors(rows: Tensor, mode: str) -> Error:
+    """Of PNP's R, and of its gradient by the rows [n, D] in float32; all but the products is float64."""
+    n = rows.shape[0]
+    leaf = rows.double().clone().requires_grad_()
+    unit = F.normalize(leaf, dim=1)
+    similarity = unit @ unit.T
+    ranks, slopes = ranks_and_slopes(similarity.detach())
+    (grad,) = torch.autograd.grad(similarity, leaf, slopes)
+
+    operand = products.prepare(rows, normalize=True, mode=mode)
+    like = torch.empty(0, dtype=torch.float32, device=rows.device)
+    scores, whole = empty_scores(n, n, like), slice(0, n)
+    products.scores(operand, whole, operand, 1.0, scores)
+    its_ranks, its_slopes = ranks_and_slopes(scores)
+    gradient = empty_scores(n, n, like).copy_(its_slopes)
+    total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+    terms = products.gradient_terms(gradient, operand, whole, operand, scratch=scores)
+    products.add_query_gradient(terms, operand, total)
+    products.add_key_gradient(terms, operand, whole, total)
+    its_grad = products.row_gradient(total, operand, torch.float32).double()
+    off = (its_ranks - ranks).abs() / ranks.clamp(min=LEAST_RANK)
+    return Error(float(off.median()), float(off.max()), float((its_grad - grad).norm() / grad.norm()))
+
+
+def accumulation(n: int, dimension: int, depth: int, device: str) -> dict[str, dict[str, dict[str, Error]]]:
+    """By input dtype and kind of data, the errors in IEEE and in split mode; split emulated but on CUDA."""
+    found: dict[str, dict[str, dict[str, Error]]] = {}
+    for name, dtype in INPUTS.items():
+        for data in [*DATA, "collapsed"]:
+            rows = embeddings(data, n, dimension, dtype, device)
+            emulated = multiplying(tensor_core(depth)) if device == "cpu" else contextlib.nullcontext()
+            with emulated:
+                of = {mode: split_errors(rows, mode) for mode in ("ieee", "split")}
+            found.setdefault(name, {})[data] = of
+    return found
+
+
+def accumulation_markdown(results: dict[str, Any]) -> Iterator[str]:
+    """A sentence, then one row for each input dtype and kind of data."""
+    how = (
+        "on the GPU"
+        if results["milliseconds"]
+        else f"emulated, towards zero after every {results['depth']} products"
+    )
+    yield (
+        f"Errors of R, largest, and of the gradient of the rows before it is rounded to their dtype; temperature "
+        f"{TEMPERATURE}, N = {results['split N']}, D = {results['D']}, four per class; sums of split mode {how}."
+    )
+    yield ""
+    yield "| input | embeddings | R, IEEE | R, split | ratio | gradient, IEEE | gradient, split |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, by_data in results["split"].items():
+        for data, of in by_data.items():
+            ieee, split = of["ieee"], of["split"]
+            ratio = split["largest_rank"] / ieee["largest_rank"]
+            cells = [f"{ieee['largest_rank']:.1e}", f"{split['largest_rank']:.1e}", f"{ratio:.2f}"]
+            cells += [f"{ieee['gradient']:.1e}", f"{split['gradient']:.1e}"]
+            yield "| " + " | ".join([name, data, *cells]) + " |"
+
+
 def milliseconds(n: int, dimension: int) -> dict[str, float]:
     """Of one product [n, D] x [D, n] in each mode on a GPU, with the splitting of operands."""
     rows = F.normalize(torch.randn(n, dimension, device="cuda"), dim=1)
@@ -156,14 +273,23 @@ def timed(product: Product, rows: Tensor) -> float:
     return statistics.median(times[2:])
 
 
-def measure(n: int, timed_n: int, dimension: int, device: str) -> dict[str, Any]:
+def measure(n: int, split_n: int, timed_n: int, dimension: int, depth: int, device: str) -> dict[str, Any]:
     """Everything, as JSON holds it: the sizes, the errors of each mode on each kind of data, milliseconds on a GPU."""
+    split = accumulation(split_n, dimension, depth, device)
     found = {data: errors(unit_rows(data, n, dimension, device)) for data in DATA}
     return {
         "N": n,
         "D": dimension,
         "timed N": timed_n,
         "errors": {data: {mode: error._asdict() for mode, error in of.items()} for data, of in found.items()},
+        "split N": split_n,
+        "depth": depth,
+        "split": {
+            name: {
+                data: {mode: error._asdict() for mode, error in of.items()} for data, of in by_data.items()
+            }
+            for name, by_data in split.items()
+        },
         "milliseconds": milliseconds(timed_n, dimension) if device == "cuda" else {},
     }
 
@@ -189,15 +315,20 @@ def markdown(results: dict[str, Any]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.precision", description=__doc__)
     parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument("--split-batch", type=int, default=1024, help="of the second table")
+    parser.add_argument("--depth", type=int, default=DEPTH, help="products that a tensor core adds at once")
     parser.add_argument("--timed-batch", type=int, default=16384, help="on a GPU")
     parser.add_argument("--dimension", type=int, default=512)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    results = measure(options.batch, options.timed_batch, options.dimension, device)
+    results = measure(
+        options.batch, options.split_batch, options.timed_batch, options.dimension, options.depth, device
+    )
     machine = f"{report.machine()}, torch {torch.__version__}."
     file = options.out / f"precision-{report.slug(report.machine())}.md"
-    file.write_text("\n".join([*markdown(results), "", machine]) + "\n")
+    lines = [*markdown(results), "", *accumulation_markdown(results), "", machine]
+    file.write_text("\n".join(lines) + "\n")
     file.with_suffix(".json").write_text(json.dumps({"machine": machine, **results}, indent=1) + "\n")
     print(file.read_text())
 

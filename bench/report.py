@@ -1,17 +1,17 @@
-"""From pytest-benchmark's JSON to the Markdown tables of the README.
+"""From pytest-benchmark's JSON to the Markdown tables of the README."""
 
-A benchmark is a module: SUBJECT says what is measured, AXES names the sizes, SIZES lists them for each implementation,
-`step` makes one run, `verdicts` compares with the figures to reach.
-"""
+from __future__ import annotations
 
 import platform
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from bench.cases import Benchmark
 
 MEBIBYTE = 2**20
 
@@ -40,31 +40,31 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def rows(case: ModuleType, results: dict[str, Any], statistic: str = "median") -> Table:
+def rows(case: Benchmark, results: dict[str, Any], statistic: str = "median") -> Table:
     """The table of a JSON. statistic: of the rounds; "min" is what another job on the machine changes least."""
     table = {}
     for entry in results["benchmarks"]:
         info = entry["extra_info"]
-        key = (info["name"], *(info[axis] for axis in case.AXES), info["backward"])
+        key = (info["name"], *(info[axis] for axis in case.axes), info["backward"])
         table[key] = Row(entry["stats"][statistic], info.get("peak_bytes"))
     return table
 
 
-def text(case: ModuleType, results: dict[str, Any]) -> str:
+def text(case: Benchmark, results: dict[str, Any]) -> str:
     """The table and the verdicts."""
     table = rows(case, results)
     return markdown(case, table) + "\n" + "".join(f"- {line}\n" for line in verdicts(case, table))
 
 
-def markdown(case: ModuleType, table: Table) -> str:
+def markdown(case: Benchmark, table: Table) -> str:
     """Time and peak memory of forward + backward, with the ratio to ours."""
-    names = list(case.SIZES)
+    names = list(case.sizes)
     lines = [
-        f"{case.SUBJECT}; median time and peak memory above the inputs; in parentheses the factor to tritonloss. "
+        f"{case.text}; median time and peak memory above the inputs; in parentheses the factor to tritonloss. "
         f"{machine()}, torch {torch.__version__}.",
         "",
-        "| " + " | ".join([*case.AXES, *names]) + " |",
-        "|---" * (len(case.AXES) + len(names)) + "|",
+        "| " + " | ".join([*case.axes, *names]) + " |",
+        "|---" * (len(case.axes) + len(names)) + "|",
     ]
     for sizes in sorted({key[1:-1] for key in table}):
         ours = table[("tritonloss", *sizes, True)]
@@ -82,7 +82,7 @@ def _cell(row: Row | None, ours: Row) -> str:
     return text + f", {max(row.peak or 0, 0) / MEBIBYTE:.0f} MiB"
 
 
-def verdicts(case: ModuleType, table: Table) -> Iterator[str]:
+def verdicts(case: Benchmark, table: Table) -> Iterator[str]:
     """The figures to reach, each with what was measured."""
     for aim, value, reached in case.verdicts(table):
         yield f"{'reached' if reached else 'NOT REACHED'}: {aim}: {value:.3g}"

@@ -39,10 +39,6 @@ def pml(loss: str, *arguments: Any, **options: Any) -> torch.nn.Module:
     return getattr(importlib.import_module("pytorch_metric_learning.losses"), loss)(*arguments, **options)
 
 
-def pml_pnp() -> torch.nn.Module:
-    return pml("PNPLoss")
-
-
 def pml_proxy_anchor(n_classes: int, dimension: int) -> torch.nn.Module:
     return pml("ProxyAnchorLoss", n_classes, dimension)
 

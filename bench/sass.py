@@ -1,7 +1,7 @@
 """`python -m bench.sass`: what the inner loops of `soft_rank` cost on sm_90, read from their machine code.
 
 A loop of `soft_rank` looks at its tile of keys and branches: to the form with one reciprocal for two triples, which is
-the common path; to the form with a reciprocal a triple; past both, if there is nothing to add or only ones. The common
+the common path; to the form with a reciprocal per triple; past both, if there is nothing to add or only ones. Common
 path is read from the branches alone: of all ways once round a loop, the shortest with at least one reciprocal for two
 triples. It includes loading the tile, looking at it, storing its gradient and the loop itself; what is prepared once
 for a program's row is left out.
@@ -17,7 +17,7 @@ INSTRUCTION_BUDGET = 8
 
 
 class Loop(NamedTuple):
-    """Of the inner loop, per (query, positive, key) triple; registers a thread, spilled bytes, fences of the kernel."""
+    """Of the inner loop, per (query, positive, key) triple; registers per thread, spilled bytes, fences of a kernel."""
 
     mufu: float
     instructions: float
@@ -27,7 +27,7 @@ class Loop(NamedTuple):
 
 
 def common_path(text: str, triples: float) -> Counter[str]:
-    """How often each opcode stands on the common path of a loop over tiles of `triples` triples a thread."""
+    """How often each opcode stands on the common path of a loop over tiles of `triples` triples per thread."""
     ways = (way for way in rounds(basic_blocks(text)) if 2 * way.count("MUFU.RCP") >= triples)
     return Counter(min(ways, key=len))
 

@@ -22,23 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tritonloss import losses, use_backend
+from bench.registry import LOSSES
+from tritonloss import use_backend
 
-LOSSES: dict[str, Callable[[int, int], nn.Module]] = {
-    "PNPLoss": lambda n_classes, dim: losses.PNPLoss(),
-    "SmoothAPLoss": lambda n_classes, dim: losses.SmoothAPLoss(),
-    "HistogramLoss": lambda n_classes, dim: losses.HistogramLoss(),
-    "FastAPLoss": lambda n_classes, dim: losses.FastAPLoss(),
-    "ProxyAnchorLoss": losses.ProxyAnchorLoss,
-    "SOPRCLoss": lambda n_classes, dim: losses.SOPRCLoss(n_classes),
-    "NTXentLoss": lambda n_classes, dim: losses.NTXentLoss(),
-    "SupConLoss": lambda n_classes, dim: losses.SupConLoss(),
-    "MultiSimilarityLoss": lambda n_classes, dim: losses.MultiSimilarityLoss(),
-    "CircleLoss": lambda n_classes, dim: losses.CircleLoss(),
-    "TripletMarginLoss": lambda n_classes, dim: losses.TripletMarginLoss(),
-    "RecallAtKLoss": lambda n_classes, dim: losses.RecallAtKLoss(),
-    "SupAPLoss": lambda n_classes, dim: losses.SupAPLoss(),
-}
 # What starts nothing on a device: views, allocations, and reading a number that is there.
 FREE = {
     "_local_scalar_dense", "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "diagonal", "empty",
@@ -85,7 +71,7 @@ def batch(n: int, dim: int) -> tuple[Tensor, Tensor]:
 
 def device_operations(name: str, n: int = 256, dim: int = 128) -> Counter[str]:
     """Operations of torch and launches of kernels, by name."""
-    criterion, (embeddings, labels) = LOSSES[name](n // 4, dim), batch(n, dim)
+    criterion, (embeddings, labels) = LOSSES[name].timed(n // 4, dim), batch(n, dim)
     counting = Counting()
     with launches(lambda kernel: counting.operations.update([f"kernel {kernel}"])):
         criterion(embeddings, labels).backward()
@@ -97,7 +83,7 @@ def device_operations(name: str, n: int = 256, dim: int = 128) -> Counter[str]:
 
 def python_calls(name: str, n: int = 256, dim: int = 128) -> int:
     """Python functions that a call enters before the first launch."""
-    criterion, (embeddings, labels) = LOSSES[name](n // 4, dim), batch(n, dim)
+    criterion, (embeddings, labels) = LOSSES[name].timed(n // 4, dim), batch(n, dim)
     made: list[int] = []
     entered = 0
 
@@ -161,8 +147,8 @@ def main() -> None:
     peers = rivals()
     print("| loss | device operations | Python calls to a launch | us at N = 8 | pytorch-metric-learning |")
     print("|---|---|---|---|---|")
-    for name, build in LOSSES.items():
-        ours = microseconds(build(2, 8))
+    for name, case in LOSSES.items():
+        ours = microseconds(case.timed(2, 8))
         theirs = f"{microseconds(peers[name]):.0f}" if name in peers else ""
         operations = device_operations(name).total()
         print(f"| {name} | {operations} | {python_calls(name)} | {ours:.0f} | {theirs} |", flush=True)

@@ -191,7 +191,7 @@ def main() -> None:
     print(
         f"gain: mAP {before.mean_average_precision:.3f} -> {after.mean_average_precision:.3f}, "
         f"recall@1 {before.recall_at_1:.3f} -> {after.recall_at_1:.3f}\n"
-        f"time: {args.steps} steps in {sum(seconds):.1f} s, {statistics.median(seconds):.4f} s a step (median)\n"
+        f"time: {args.steps} steps in {sum(seconds):.1f} s, {statistics.median(seconds):.4f} s per step (median)\n"
         f"peak memory: {peak_memory(device)}\n"
         f"loss: {type(loss_function).__name__} on {device}, backend {resolve_backend(selected_backend(), device)}\n"
         f"picture: {args.output}"

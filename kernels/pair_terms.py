@@ -36,7 +36,7 @@ def pair_terms_forward(
 ):
     """ranks[i] = sum_j g(s_j - s_i), slopes[i] = sum_j g'(s_j - s_i) over the negatives j, positives[i] = s_i.
 
-    One program a row and BLOCK_P positives.
+    One program per row and BLOCK_P positives.
     """
     row = tl.program_id(0)
     n_positives = tl.load(count + row).to(tl.int32)
@@ -92,7 +92,7 @@ def pair_terms_backward(
 ):
     """grad_scores of one row: sum_i w_i g'(s_j - s_i) at a negative j, grad_positives[i] - w_i slopes[i] at i.
 
-    One program a row and BLOCK_N keys. A pure map: every element written once.
+    One program per row and BLOCK_N keys. A pure map: every element written once.
     """
     row = tl.program_id(0)
     n_positives = tl.load(count + row).to(tl.int32)

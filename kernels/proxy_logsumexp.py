@@ -4,7 +4,7 @@ Shapes: scores [rows, n_columns], a row for each proxy and a column for each emb
 multiple of 16 elements; labels [n_columns] int32, the class of each column: a row owns the columns whose class is
 first_class + row. Labels are only compared, never used as an address: any value is safe. offsets [n_columns] is added
 to every exponent: alpha * margin + ln w, -inf where a column is left out.
-n_bucket exists for the autotuner only: n_columns rounded up to a power of two.
+n_bucket exists for tuning only: n_columns rounded up to a power of two.
 """
 
 import triton
@@ -52,7 +52,7 @@ def proxy_logsumexp_forward(
     BLOCK_N: tl.constexpr,
 ):
     """positive[row] = ln(1 + sum of e^(offset - score) over the row's own columns), negative[row] = ln(1 + sum of
-    e^(offset + score) over the others). One program a row: no partial results, no atomics.
+    e^(offset + score) over the others). One program per row: no partial results, no atomics.
     """
     row = tl.program_id(0)
     row_scores = row_pointer(scores, row, stride_units)

@@ -2,7 +2,7 @@
 
 Shapes: scores [rows, n_keys] with a row stride that is a multiple of 16 elements; relevant and counts [rows, width],
 contiguous. Scores are compared as they are: a NaN is above nothing, and nothing is above it.
-n_bucket and p_bucket exist for the autotuner only: n_keys and width, rounded up to a power of two.
+n_bucket and p_bucket exist for tuning only: n_keys and width, rounded up to a power of two.
 """
 
 import triton
@@ -27,7 +27,7 @@ def rank_counts(
 ):
     """counts[row, p] = the number of keys with a score > relevant[row, p], or >= without STRICT; int32.
 
-    One program a row and BLOCK_P relevant keys. Integers: their order, and so the run, does not matter.
+    One program per row and BLOCK_P relevant keys. Integers: their order, and so the run, does not matter.
     """
     row = tl.program_id(0)
     # The tiles take both other axes: one of them is too short for the largest classes.

@@ -3,7 +3,7 @@
 Shapes: scores [rows, n_columns] with a row stride that is a multiple of 16 elements; column c is key first_column + c.
 ranges [rows, 4] int64, in keys: a row's positives start .. stop - 1, and the keys that do not count for it,
 hidden_start .. hidden_stop - 1; every other key is a negative.
-n_bucket exists for the autotuner only: n_columns rounded up to a power of two.
+n_bucket exists for tuning only: n_columns rounded up to a power of two.
 """
 
 import triton

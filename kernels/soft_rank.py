@@ -3,7 +3,7 @@
 Shapes: scores [rows, n_keys] with a row stride that is a multiple of 16 elements, in units of the temperature;
 start, count, offset [rows] int64: the positives of a row are the columns start .. start + count - 1, and its pairs
 lie at offset .. offset + count - 1 of the flat tensors ranks, slopes, positives [M].
-n_bucket and p_bucket exist for the autotuner only: N and the class size, rounded up to a power of two.
+n_bucket and p_bucket exist for tuning only: N and the class size, rounded up to a power of two.
 With WITH_POSITIVES the same sum over the other positives of the row, j != i, is taken as well: positive_ranks and
 positive_slopes [M]. Without it, these arguments are not read.
 """

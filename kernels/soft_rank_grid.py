@@ -3,7 +3,7 @@
 Shapes: scores [rows, n_columns] with a row stride in elements, in units of the temperature, each within a cell of the
 grid: cell c, 0 .. n_cells - 1, begins at (first_cell + c) / PER_UNIT. The place of a score in its cell is counted in
 cells from the middle, -1/2 .. 1/2.
-n_bucket exists for the autotuner only: n_columns rounded up to a power of two.
+n_bucket exists for tuning only: n_columns rounded up to a power of two.
 """
 
 import triton

@@ -81,7 +81,7 @@ def clean_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fixed seed, no settings from outside, and what a test switches is switched back."""
     from tritonloss import use_backend
 
-    for name in ("TRITONLOSS_BACKEND", "TRITONLOSS_MEMORY_BUDGET"):
+    for name in ("TRITONLOSS_BACKEND", "TRITONLOSS_MEMORY_BUDGET", "TRITONLOSS_PRODUCTS"):
         monkeypatch.delenv(name, raising=False)
     dtype = torch.get_default_dtype()
     torch.manual_seed(0)

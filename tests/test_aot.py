@@ -19,7 +19,7 @@ VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 # In a few builds ptxas of Triton 3.6 and before keeps one float64, or two float32, on the stack.
 MAX_SPILLS = 8 if VERSION <= (3, 6) else 0
 # What every GPU has for a program without being asked: shared memory on sm_80 to sm_120 and, more, on gfx942 (64 KiB);
-# registers on sm_80 to sm_120. A wavefront of gfx942 has up to 512 vector registers a lane, on one of four units.
+# registers on sm_80 to sm_120. A wavefront of gfx942 has up to 512 vector registers per lane, on one of four units.
 SHARED_BYTES = 48 << 10
 REGISTERS = 64 << 10
 # A kernel that was decorated under the interpreter cannot be compiled.
@@ -51,7 +51,7 @@ def test_builds_without_spills_or_fences(arch: str, pytestconfig: pytest.Config)
     if arch == "gfx942":
         assert all(build["registers"] * -(-build["num_warps"] // 4) <= 512 for build in builds)
     else:
-        # The hardware hands registers to a warp in units of 256: 8 a thread.
+        # The hardware hands registers to a warp in units of 256: 8 per thread.
         assert all(-(-build["registers"] // 8) * 8 * build["threads"] <= REGISTERS for build in builds)
 
 

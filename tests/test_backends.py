@@ -467,7 +467,7 @@ def launch_both(b: SimpleNamespace, scores: Tensor) -> None:
 
 
 def test_kernels_are_launched_on_the_device_of_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Case 58: the current device may be another one."""
+    """The current device may be another one."""
     monkeypatch.setattr(torch.cuda, "device", Guard)
     monkeypatch.setattr(triton_backend, "INTERPRETED", False)
     recorder = Recorder()

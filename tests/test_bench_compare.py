@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from bench import compare, pnp, report
+from bench import compare, report
+from bench.cases import BENCHMARKS
 from bench.report import MEBIBYTE
 
 CELLS: dict[tuple[str, int], tuple[float, int]] = {  # seconds, MiB
@@ -66,7 +67,7 @@ def status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_ratios() -> None:
-    found = compare.ratios(("N",), report.rows(pnp, results(CELLS), "min"))
+    found = compare.ratios(("N",), report.rows(BENCHMARKS["pnp"], results(CELLS), "min"))
     assert found == pytest.approx(
         {
             "N = 512: growth to N = 1024": 1 / 4,
@@ -78,7 +79,7 @@ def test_ratios() -> None:
 
 
 def test_cells_of_a_few_milliseconds_are_left_out() -> None:
-    table = report.rows(pnp, results(CELLS), "min")
+    table = report.rows(BENCHMARKS["pnp"], results(CELLS), "min")
     assert list(compare.ratios(("N",), table, 0.02)) == [
         "N = 1024: speed against gathered",
         "N = 1024: memory against gathered",

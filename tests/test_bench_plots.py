@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from bench import plots
-from bench.__main__ import BENCHMARKS, RESULTS
+from bench.__main__ import RESULTS
+from bench.cases import BENCHMARKS
 from bench.gpu_check import plan
 from bench.report import MEBIBYTE, Row
 

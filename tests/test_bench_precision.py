@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from bench import precision
 from tritonloss import losses, reference
+from tritonloss.ops import products
 
 
 @pytest.mark.parametrize(
@@ -63,11 +64,67 @@ def test_each_mode_is_worse_than_the_one_before(data: str, device: torch.device)
     assert found["IEEE float32"].largest_rank < 1e-4
 
 
+def test_rounding_towards_zero() -> None:
+    ulp = 2.0**-23
+    x = torch.tensor([1 + 0.9 * ulp, -1 - 0.9 * ulp, 1 + ulp, 0.0, -3e-20], dtype=torch.float64)
+    found = precision.towards_zero(x)
+    assert_same(found[:4], torch.tensor([1, -1, 1 + ulp, 0], dtype=torch.float64))
+    assert_same(found.float().double(), found)
+    assert bool((found.abs() <= x.abs()).all())
+
+
+def test_sums_of_a_tensor_core() -> None:
+    """One and a sum of 16 numbers, each too small beside it: added in one group they are not lost."""
+    a = torch.full((1, 32), 2.0**-13, dtype=torch.bfloat16)
+    a[0, 0] = 1
+    b = torch.full((32, 1), 2.0**-11, dtype=torch.bfloat16)
+    b[0] = 1
+    small = 2.0**-24
+    out = torch.full((1, 1), 8.0)
+    precision.tensor_core(16)(out, a, b, 2.0, 0.0)
+    assert float(out) == 2 * (1 + 14 * small + 16 * small)  # 15 of them, rounded down to 14, then 16
+    precision.tensor_core(1)(out, a, b, 3.0, 0.5)
+    assert (
+        float(out) == 4 + 32 * small
+    )  # one by one all are lost; 30 is rounded to what float32 holds beside 4
+
+
+def test_split_products_are_as_exact_as_ieee() -> None:
+    """For every input and kind of embeddings R is at most 1.6 times as wrong, and the gradient by 1e-5 of its norm."""
+    found = precision.accumulation(256, 128, precision.DEPTH, "cpu")
+    assert list(found) == ["bfloat16", "float16", "float32"]
+    for by_data in found.values():
+        assert list(by_data) == ["random", "half trained", "trained", "collapsed"]
+        for of in by_data.values():
+            assert of["split"].largest_rank <= 1.6 * of["ieee"].largest_rank
+            assert of["split"].gradient <= 1e-5
+            assert of["ieee"].gradient <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", precision.INPUTS.values(), ids=str)
+def test_smaller_groups_are_rounded_more_often(dtype: torch.dtype) -> None:
+    rows = precision.embeddings("half trained", 128, 256, dtype, "cpu")
+    errors = {}
+    for depth in (4, 16, 256):
+        with precision.multiplying(precision.tensor_core(depth)):
+            errors[depth] = precision.split_errors(rows, "split")
+    median = {depth: error.median_rank for depth, error in errors.items()}
+    assert median[256] < median[16] < median[4] < 6 * median[16]
+    assert all(error.gradient <= 1e-5 for error in errors.values())
+
+
+def test_emulation_is_taken_back() -> None:
+    with precision.multiplying(precision.tensor_core(4)):
+        assert products.split_unusable(torch.device("cpu")) is None
+    assert products.split_unusable(torch.device("cpu")) is not None
+
+
 def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--batch", "16", "--timed-batch", "16", "--dimension", "8"]
+    sizes = ["--batch", "16", "--split-batch", "16", "--timed-batch", "16", "--dimension", "8"]
     monkeypatch.setattr(sys, "argv", ["precision", "--out", str(tmp_path), *sizes])
     precision.main()
     (file,) = tmp_path.glob("*.md")
     assert file.read_text() in capsys.readouterr().out
     rows = [line for line in file.read_text().splitlines() if line.startswith("|")]
-    assert len(rows) == 2 + len(precision.MODES) * len(precision.DATA)
+    of_modes = 2 + len(precision.MODES) * len(precision.DATA)
+    assert len(rows) == of_modes + 2 + len(precision.INPUTS) * (1 + len(precision.DATA))

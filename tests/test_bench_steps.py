@@ -28,6 +28,7 @@ MOST_OPERATIONS = {
     "TripletMarginLoss": 65,
     "RecallAtKLoss": 148,
     "SupAPLoss": 51,
+    "InfoNCELoss": 99,
 }
 MOST_CALLS = {
     "PNPLoss": 110,
@@ -43,6 +44,7 @@ MOST_CALLS = {
     "TripletMarginLoss": 160,
     "RecallAtKLoss": 120,
     "SupAPLoss": 120,
+    "InfoNCELoss": 120,
 }
 
 

@@ -324,7 +324,7 @@ def work_of_this_rank() -> dict[str, int]:
         with pytest.MonkeyPatch.context() as patch:
             # So few pairs are one tile otherwise.
             patch.setattr(sys.modules["tritonloss.ops.soft_histogram"], "PAIRS_PER_TILE", 0)
-            patch.setitem(streaming.MIN_ROWS, "cpu", 16)
+            patch.setattr(streaming, "MIN_ROWS", 16)
 
             def count(function: Callable[..., Any]) -> Callable[..., Any]:
                 @functools.wraps(function)
@@ -502,7 +502,7 @@ def test_other_modes(ranks: list[Any]) -> None:
         assert_close(modes["frozen"], expected, rtol=1e-12)
         assert_close(modes["by device"], expected, rtol=1e-12)
         assert_same(modes["bfloat16"], in_half.detach())
-        # Rounded on every rank, then added: one rounding of 2^-9 a rank, of terms of the size of the largest entry.
+        # Rounded on every rank, then added: one rounding of 2^-9 per rank, of terms of the size of the largest entry.
         atol = len(ranks) * 2**-8 * float(half.grad.abs().max())
         assert_close(modes["bfloat16 grad"] / len(ranks), half.grad[part], atol=atol)
         assert_close(modes["eval"], soprc(rows, labels), rtol=1e-6)

@@ -181,7 +181,7 @@ def test_training_improves_unseen_characters_and_draws_a_picture(tmp_path: Path)
     # With seeds 0 to 3 the gain was 0.157 to 0.209.
     assert scores["trained"][0] > scores["untrained"][0] + 0.1
     assert f"gain: mAP {scores['untrained'][0]:.3f} -> {scores['trained'][0]:.3f}, recall@1" in run.stdout
-    assert re.search(r"^time: 30 steps in \d+\.\d s, \d\.\d{4} s a step", run.stdout, re.MULTILINE)
+    assert re.search(r"^time: 30 steps in \d+\.\d s, \d\.\d{4} s per step", run.stdout, re.MULTILINE)
     assert re.search(r"^peak memory: ([1-9]\d{2,3} MiB resident|not measured)", run.stdout, re.MULTILINE)
     assert "loss: PNPLoss on cpu, backend eager" in run.stdout
     assert "30/30" in run.stderr  # the progress bar

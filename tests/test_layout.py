@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from checks import assert_close, assert_same
@@ -9,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tritonloss.layout import ClassLayout, class_ranges, segment_mean
+from tritonloss import types
+from tritonloss.layout import ClassLayout, class_ranges, runs, segment_max, segment_sum
 
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.bool]
 INTEGERS += [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
@@ -114,23 +117,24 @@ def test_sort_without_rows(device: torch.device) -> None:
     assert rows.grad.shape == (0, 4)
 
 
-@given(st.lists(st.integers(0, 5), max_size=12), st.integers(0, 3))
-def test_segment_mean(counts: list[int], unused: int) -> None:
-    values = torch.randn(sum(counts) + unused, dtype=torch.float64)
-    means = segment_mean(values, torch.tensor(counts, dtype=torch.int64))
-    expected, begin = [], 0
-    for n in counts:
-        expected.append(float(values[begin : begin + n].sum()) / n if n else 0.0)
-        begin += n
+@pytest.mark.parametrize("complete", [True, False])
+@given(st.lists(st.integers(0, 5), max_size=12))
+def test_segments(complete: bool, counts: list[int]) -> None:
+    values = torch.randn(sum(counts), 2, dtype=torch.float64)
+    count = torch.tensor(counts, dtype=torch.int64)
+    segment = torch.repeat_interleave(count)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(types, "COMPLETE", ("cpu",) if complete else ())
+        sums, largest = segment_sum(values, segment, count), segment_max(values[:, 0], segment, count)
+    parts = values.split(counts) if counts else []
     # At most 5 terms of size about 3: a few roundings of 2^-52.
-    assert_close(means, torch.tensor(expected, dtype=torch.float64), atol=1e-14)
+    assert_close(sums, torch.stack([p.sum(0) for p in parts]) if counts else values, atol=1e-14)
+    assert_same(largest, torch.tensor([max([0.0, *p[:, 0].tolist()]) for p in parts], dtype=torch.float64))
 
 
-def test_gradient_of_segment_mean(device: torch.device) -> None:
-    count = torch.tensor([2, 0, 3, 1, 0], device=device)
-    values = torch.randn(8, dtype=torch.float64, device=device, requires_grad=True)  # 2 past the end
-    weight = torch.randn(5, dtype=torch.float64, device=device)
-    (grad,) = torch.autograd.grad((segment_mean(values, count) * weight).sum(), values)
-    w = weight.tolist()
-    expected = [w[0] / 2] * 2 + [w[2] / 3] * 3 + [w[3]] + [0.0] * 2
-    assert_close(grad, torch.tensor(expected, dtype=torch.float64), rtol=1e-15)  # one division
+@given(st.lists(st.integers(0, 3), max_size=12))
+def test_runs(values: list[int]) -> None:
+    run, length = runs(torch.tensor(sorted(values), dtype=torch.int64))
+    groups = [len(list(group)) for _, group in itertools.groupby(sorted(values))]
+    assert length.tolist() == groups + [0] * (len(values) - len(groups))
+    assert run.tolist() == [i for i, n in enumerate(groups) for _ in range(n)]

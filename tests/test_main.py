@@ -52,9 +52,23 @@ def test_threads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     __main__.main([])
     assert capsys.readouterr().out.startswith("tritonloss ")
-    with pytest.raises(SystemExit, match="got 'tuen', expected nothing or tune"):
+    with pytest.raises(SystemExit, match="got 'tuen', expected nothing, tune or estimate"):
         __main__.main(["tuen"])
     with pytest.raises(SystemExit) as stopped:
         __main__.main(["tune", "--help"])
     assert stopped.value.code == 0
     assert "--per-class" in capsys.readouterr().out
+    __main__.main(["estimate", "PNPLoss", "4096", "128"])
+    assert capsys.readouterr().out.startswith("PNPLoss, N = 4096, D = 128, bfloat16")
+
+
+def test_report_says_how_rows_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert (
+        __main__._products_line(cpu) == "ieee; torch multiplies no half precision with float32 results on cpu"
+    )
+    monkeypatch.setenv("TRITONLOSS_PRODUCTS", "split")
+    assert __main__._products_line(cpu).startswith("split; ")
+    monkeypatch.setenv("TRITONLOSS_PRODUCTS", "fast")
+    assert __main__._products_line(cpu).startswith("TRITONLOSS_PRODUCTS is 'fast': expected one of")
+    assert any(line.startswith("  products: TRITONLOSS_PRODUCTS is") for line in __main__.report())

@@ -64,11 +64,10 @@ def python(code: str, cwd: Path, **env: str) -> str:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the sdist of a copy of the tree and the wheel made from that sdist."""
     copy = tmp_path_factory.mktemp("copy")
-    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
-    (copy / "tests").mkdir()
-    shutil.copy(__file__, copy / "tests")
-    for folder in (PACKAGE, KERNELS):
+    for path in ROOT.iterdir():
+        if path.is_file() and not path.name.startswith("."):
+            shutil.copy(path, copy)
+    for folder in (PACKAGE, KERNELS, *(ROOT / name for name in ("bench", "docs", "examples", "tests"))):
         shutil.copytree(
             folder, copy / folder.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
         )
@@ -92,13 +91,26 @@ def test_wheel_holds_the_whole_package_and_nothing_else(built: Path) -> None:
     }
 
 
-def test_sdist_holds_the_kernels(built: Path) -> None:
+def test_sdist_holds_what_its_tests_need(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         inside = {n.partition("/")[2] for n in archive.getnames()}
-    assert {f"kernels/{p.name}" for p in KERNELS.glob("*.py")} <= inside
-    assert {"LICENSE", "README.md", "tritonloss/py.typed"} <= inside
-    assert not [name for name in inside if name.startswith("tests")]  # all of them or none
+    for folder in ("bench", "docs", "examples", "kernels", "tests"):
+        files = [
+            path for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".md", ".json", ".npz"}
+        ]
+        assert {str(path.relative_to(ROOT)) for path in files} <= inside
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "Makefile", "constraints.txt"} <= inside
+    assert "tritonloss/py.typed" in inside
+    assert not [name for name in inside if name.endswith(".pyc")]
+
+
+def test_citation_names_the_version_and_every_loss() -> None:
+    citation = pytest.importorskip("yaml").safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = PROJECT["project"]
+    assert (str(citation["version"]), citation["license"]) == (project["version"], project["license"])
+    assert citation["keywords"] == project["keywords"]
+    assert len({reference["notes"] for reference in citation["references"]}) >= 6
 
 
 def test_wheel_requires_torch_and_triton_only(built: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -278,9 +279,11 @@ def block_rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets the rows of a block that the cache would hold."""
 
     def set_rows(rows: int) -> None:
-        for kind in ("cpu", "cuda"):
-            monkeypatch.setitem(streaming.BLOCK_BYTES, kind, 1)
-            monkeypatch.setitem(streaming.MIN_ROWS, kind, rows * (4 if kind == "cpu" else 1))
+        monkeypatch.setattr(streaming, "BLOCK_BYTES", 1)
+        monkeypatch.setattr(streaming, "MIN_ROWS", 4 * rows)
+        monkeypatch.setattr(
+            streaming, "plan_panels", lambda n, *_: SimpleNamespace(rows=max(1, min(rows, n)))
+        )
 
     return set_rows
 
@@ -572,7 +575,7 @@ def test_backward_inside_autocast(distance: Any, backend: str, device: torch.dev
 
 
 def op_options(p: Problem, normalize: bool, budget: int, backend: str) -> tuple[Any, ...]:
-    return (p.labels.int(), weights_of(p).log(), 4.0, normalize, normalize, 0, C, budget, backend)
+    return (p.labels.int(), weights_of(p).log(), 4.0, normalize, normalize, 0, C, budget, backend, "")
 
 
 @pytest.mark.parametrize("learns", [True, False], ids=["training", "inference"])

@@ -11,8 +11,11 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
 
 
-def test_readme_has_examples() -> None:
-    assert len(EXAMPLES) >= 3
+def test_readme_is_one_screen() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 60
+    assert len(EXAMPLES) >= 1
+    assert sum(line.startswith("![") for line in lines) == sum(line.startswith("|---") for line in lines) == 1
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))

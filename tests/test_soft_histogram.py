@@ -209,7 +209,7 @@ def test_more_than_2_to_the_24_pairs_in_a_bin(dtype: torch.dtype, backend: str, 
     """A table that already holds 2^25 + 1 pairs at one place, which float32 cannot count, takes 40 more."""
     score, bins, before = 0.123, 10, 2**25 + 1
     fraction = (torch.tensor(score, dtype=dtype) * 5 + 5).double().item() - 5
-    tables = Tables(1, bins, device)
+    tables = Tables(1, bins, torch.float64, device)
     tables.counts[0, 1, 5] = before
     tables.fractions[0, 1, 5] = before * fraction
     scores = torch.full((4, 16), score, dtype=dtype, device=device)[:, :10]
@@ -225,7 +225,7 @@ def test_more_than_2_to_the_24_pairs_in_a_bin(dtype: torch.dtype, backend: str, 
 
 def test_eager_counts_a_whole_bin_of_2_to_the_24_pairs(device: torch.device) -> None:
     """Blocks of one value, 2^24 + 2^21 pairs: each node within 1e-6, as the sum of its float32 fractions is not."""
-    tables, value = Tables(1, 10, device), torch.tensor(0.1234567)
+    tables, value = Tables(1, 10, torch.float64, device), torch.tensor(0.1234567)
     scores, ranges = value.expand(512, 4096).to(device), torch.zeros(512, 4, dtype=torch.int64, device=device)
     for _ in range(9):
         backend_module("eager", device).soft_histogram_forward(
@@ -274,7 +274,7 @@ def test_opcheck(per_query: bool, budget: int, compiler: None, backend: str, dev
     problem = self_compared([3, 1, 2, 10], 4, device).to(torch.float64)
     n = problem.queries.shape[0]
     options = (
-        None, *problem[2:4], problem.position, 10, per_query, False, False, "", 0, n, budget, backend,
+        None, *problem[2:4], problem.position, 10, per_query, False, False, "", 0, n, budget, backend, "",
     )  # fmt: skip
     operator = torch.ops.tritonloss.histogram
     torch.library.opcheck(operator.default, (*problem[:2], [], False, False, *options))

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tritonloss.ops.panels import plan_panels
 from tritonloss.ops.streaming import rows_per_block
 
 MEBIBYTE = 2**20
@@ -15,22 +16,19 @@ def rows(kind: str, *, n: int = 10**6, columns: int = 4096, budget: int = 2**40)
     return rows_per_block(n, columns, 4, torch.device(kind), budget)
 
 
-@pytest.mark.parametrize(
-    ("cache", "block"), [(4, 16), (32, 16), (40, 20), (50, 25), (126, 63), (128, 64), (256, 64)]
-)
-def test_block_is_half_of_the_l2_cache_of_a_gpu(
-    cache: int, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_block_on_a_gpu_is_that_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def properties(device: torch.device) -> SimpleNamespace:
         asked.append(device)
-        return SimpleNamespace(L2_cache_size=cache * MEBIBYTE)
+        return SimpleNamespace(multi_processor_count=132)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    assert rows("cuda:1") == block * MEBIBYTE // ROW
+    plan = plan_panels(10**6, 4096, 4, 2**40, 132)
+    assert rows("cuda:1") == plan.rows == 4096
     assert asked == [torch.device("cuda", 1)]
-    assert rows("cuda", columns=2**24) == 64  # fewer would starve the GEMM
+    assert rows("cuda", budget=7 * 2 * ROW + 1) == 7  # of both buffers
+    assert rows("cuda", n=0) == 1
 
 
 def test_block_on_a_cpu() -> None:

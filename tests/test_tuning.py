@@ -46,7 +46,7 @@ def test_positives_per_tile(width: int) -> None:
 def test_every_tile_has_a_configuration(kernel: str, itemsize: int) -> None:
     for block_p in [1, 2, 4, 8] if kernel.startswith(("soft_rank", "rank_counts")) else [1]:
         configurations = tuning.configurations(kernel, block_p, itemsize)
-        assert configurations
+        assert bool(configurations) == (itemsize == 4 or kernel not in tuning.FLOAT32_ONLY)
         for config in configurations:
             assert tuning.fits_registers(config, block_p)
             assert config["BLOCK_N"] == tuning.bucket(config["BLOCK_N"])
@@ -191,7 +191,7 @@ def test_first_use_is_timed_once_and_kept(
 
 
 def test_sizes_of_one_bucket_are_timed_once(kernels: Kernels) -> None:
-    """Case 79: 40 sizes from 900 to 1290 lie in two buckets, 1024 and 2048."""
+    """40 sizes from 900 to 1290 lie in two buckets, 1024 and 2048."""
     for n in range(900, 1300, 10):
         forward(n)
     assert len(tuning.table_of(GPU.name).entries) == 2

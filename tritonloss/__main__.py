@@ -1,6 +1,6 @@
 """`python -m tritonloss`: versions, devices, the backend each would use and why, and the tuned configurations found.
 
-`python -m tritonloss tune` finds them ahead of training.
+`python -m tritonloss tune` finds them ahead of training. `python -m tritonloss estimate` says what a step takes.
 """
 
 import importlib.metadata
@@ -11,16 +11,20 @@ from collections.abc import Iterator, Sequence
 import torch
 
 import tritonloss
-from tritonloss import tune
+from tritonloss import estimates, tune
 from tritonloss.backends import resolve_backend, selected_backend, tables, triton_unusable
 from tritonloss.backends.tuning import tuning_enabled
+from tritonloss.ops.products import resolve_mode, split_unusable
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the report, or tune. Raises SystemExit for anything else."""
-    if arguments and arguments[0] != "tune":
-        raise SystemExit(f"python -m tritonloss: got {arguments[0]!r}, expected nothing or tune")
-    print("\n".join(tune.main(arguments[1:]) if arguments else report()))
+    """Print the report, tune, or estimate. Raises SystemExit for anything else."""
+    if arguments and arguments[0] not in ("tune", "estimate"):
+        raise SystemExit(f"python -m tritonloss: got {arguments[0]!r}, expected nothing, tune or estimate")
+    if arguments and arguments[0] == "estimate":
+        estimates.main(arguments[1:])
+    else:
+        print("\n".join(tune.main(arguments[1:]) if arguments else report()))
 
 
 def report() -> Iterator[str]:
@@ -30,6 +34,7 @@ def report() -> Iterator[str]:
     yield f"chosen backend: {selected_backend()}"
     for device in devices():
         yield f"{device} ({_device_name(device)}): {_backend_line(device)}"
+        yield f"  products: {_products_line(device)}"
     yield f"autotuning: {'on' if tuning_enabled() else 'off (TRITONLOSS_AUTOTUNE=0)'}"
     tuned = list(tuned_configurations())
     yield f"tuned configurations found: {len(tuned) or 'none'}"
@@ -65,6 +70,17 @@ def _backend_line(device: torch.device) -> str:
         return f"{resolve_backend(selected, device)}, because it was chosen"
     except RuntimeError as error:
         return f"none: {error}"
+
+
+def _products_line(device: torch.device) -> str:
+    """How half precision and float32 rows are multiplied, and why."""
+    try:
+        half, single = (resolve_mode(None, dtype, device) for dtype in (torch.bfloat16, torch.float32))
+    except ValueError as error:
+        return str(error)
+    modes = half if half == single else f"{half} of half precision, {single} of float32"
+    reason = split_unusable(device)
+    return modes if reason is None else f"{modes}; {reason}"
 
 
 def _device_name(device: torch.device) -> str:

@@ -1,13 +1,14 @@
 """Distances and similarities between the rows of two matrices."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from tritonloss.absent import attributes_of
 from tritonloss.types import accumulation_dtype, upcast
 
 
@@ -40,6 +41,10 @@ class BaseDistance(nn.Module):
         self.p = p
         self.power = power
         self.is_inverted = is_inverted
+
+    if TYPE_CHECKING:
+
+        def __call__(self, query: Tensor, ref: Tensor | None = None) -> Tensor: ...
 
     def forward(self, query: Tensor, ref: Tensor | None = None) -> Tensor:
         """Distance of every row of `query` to every row of `ref`.
@@ -256,3 +261,9 @@ def _check_match(query: Tensor, ref: Tensor) -> None:
         )
     if query.device != ref.device:
         raise ValueError(f"query and ref must be on the same device, got {query.device} and {ref.device}")
+
+
+if not TYPE_CHECKING:
+    __getattr__ = attributes_of(
+        __name__, ["Distance", "BaseDistance", "DotProductSimilarity", "CosineSimilarity", "LpDistance"]
+    )

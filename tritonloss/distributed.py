@@ -66,10 +66,10 @@ class DistributedLoss(nn.Module):
             )
         self.criterion = criterion
         self.group = group
-        if (shared := _active(group)) is not None and isinstance(criterion, nn.Module):
-            first = dist.get_global_rank(shared, 0)
+        if (processes := _active(group)) is not None and isinstance(criterion, nn.Module):
+            first = dist.get_global_rank(processes, 0)
             for tensor in [*criterion.parameters(), *criterion.buffers()]:
-                dist.broadcast(tensor.detach(), first, group=shared)
+                dist.broadcast(tensor.detach(), first, group=processes)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As `criterion`."""

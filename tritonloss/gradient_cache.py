@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tritonloss.distributed import DistributedLoss
 from tritonloss.ops.shares import backends
+from tritonloss.types import check_count
 
 
 def cached_step(
@@ -102,7 +103,7 @@ def cached_step(
             averages. With several chunks: an optimizer of torch's `_apply_optimizer_in_backward`.
         RuntimeError: neither the embeddings nor the criterion's parameters require a gradient.
     """
-    _check_chunk_size(chunk_size)
+    chunk_size = check_count("chunk_size", chunk_size)
     tensors = list(_tensors(inputs, "inputs"))
     n_rows = _common_length(tensors)
     chunks = [slice(start, start + chunk_size) for start in range(0, max(n_rows, 1), chunk_size)]
@@ -181,7 +182,7 @@ class _Processes:
         self.wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         if any(wrapper.static_graph for wrapper in self.wrappers):
             raise ValueError(
-                "model is a DistributedDataParallel with static_graph=True, which allows one backward pass a step"
+                "model is a DistributedDataParallel with static_graph=True, which allows one backward pass per step"
             )
         self.parameters: list[nn.Parameter] = []
         self.group: Any = None
@@ -464,13 +465,6 @@ def _outside_autocast(device: torch.device) -> Iterator[None]:
 def _backward(loss: Tensor, scaler: torch.amp.GradScaler | None) -> None:
     with _outside_autocast(loss.device):
         torch.autograd.backward(loss if scaler is None else scaler.scale(loss))
-
-
-def _check_chunk_size(chunk_size: Any) -> None:
-    if not isinstance(chunk_size, int) or isinstance(chunk_size, bool):
-        raise TypeError(f"chunk_size must be an int, got {type(chunk_size).__name__}")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}: expected at least 1")
 
 
 class _Container(NamedTuple):

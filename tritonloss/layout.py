@@ -7,6 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from tritonloss.types import is_complete
+
 
 @dataclass(frozen=True)
 class Positives:
@@ -136,16 +138,6 @@ class _Permute(torch.autograd.Function):
         return torch.empty_like(grad).index_copy_(0, order, grad), None
 
 
-def segment_mean(values: Tensor, count: Tensor) -> Tensor:
-    """Mean of each query's pairs; 0 where a query has none.
-
-    values: [M] float, the pairs of query 0, then of query 1, ...; entries past sum(count) are ignored.
-    count: [Q] int64. Returns [Q]. Deterministic; time and memory O(M).
-    """
-    total = torch.segment_reduce(values, "sum", lengths=count, initial=0, unsafe=True)
-    return total / count.clamp(min=1).to(values.dtype)
-
-
 def runs(sorted_values: Tensor) -> tuple[Tensor, Tensor]:
     """The runs of equal values.
 
@@ -155,12 +147,30 @@ def runs(sorted_values: Tensor) -> tuple[Tensor, Tensor]:
     is_first = torch.ones_like(sorted_values, dtype=torch.int64)
     is_first[1:] = sorted_values[1:] != sorted_values[:-1]
     run = torch.cumsum(is_first, 0) - 1
-    return run, torch.zeros_like(run).index_add_(0, run, torch.ones_like(run))
+    return run, counts_of_sorted(run, run.shape[0])
 
 
-def segment_sum(values: Tensor, count: Tensor) -> Tensor:
+def counts_of_sorted(values: Tensor, n: int) -> Tensor:
+    """How often each of 0 .. n - 1 occurs, [n] int64; values: [M] int64, ascending."""
+    if is_complete(values.device):
+        count = torch.zeros(n, dtype=torch.int64, device=values.device)
+        return count.index_add_(0, values, torch.ones_like(values))
+    return class_ranges(torch.arange(n, device=values.device), values)[1]
+
+
+def segment_sum(values: Tensor, segment: Tensor, count: Tensor) -> Tensor:
     """The sums of consecutive rows: of the first count[0], then of the next count[1], ...
 
-    values: [M, ...] float. count: [S] int64. Returns [S, ...]. Deterministic.
+    values: [M, ...] float, M the sum of the counts. segment: [M] int64, to which sum each row belongs. count: [S]
+    int64. Returns [S, ...]. Deterministic on CPU and CUDA.
     """
-    return torch.segment_reduce(values, "sum", lengths=count, initial=0, unsafe=True)
+    if is_complete(values.device):
+        return torch.segment_reduce(values, "sum", lengths=count, initial=0, unsafe=True)
+    return values.new_zeros(count.shape[0], *values.shape[1:]).index_add_(0, segment, values)
+
+
+def segment_max(values: Tensor, segment: Tensor, count: Tensor, least: float = 0) -> Tensor:
+    """The maxima of consecutive values, at least `least` each; the arguments of `segment_sum`."""
+    if is_complete(values.device):
+        return torch.segment_reduce(values, "max", lengths=count, initial=least, unsafe=True)
+    return values.new_full(count.shape, least).scatter_reduce_(0, segment, values, "amax")

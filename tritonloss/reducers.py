@@ -1,11 +1,12 @@
 """Reducers: from the named terms of a loss to one scalar."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from tritonloss.absent import attributes_of
 from tritonloss.types import LossDict, LossTerm, accumulation_dtype, upcast
 
 
@@ -30,6 +31,10 @@ class BaseReducer(nn.Module):
     A subclass defines `reduce_losses`. Terms whose `indices` are None are scalars already and are added as they
     are. No terms at all give a zero in the graph of the embeddings.
     """
+
+    if TYPE_CHECKING:
+
+        def __call__(self, terms: LossDict, embeddings: Tensor, labels: Tensor | None = None) -> Tensor: ...
 
     def forward(self, terms: LossDict, embeddings: Tensor, labels: Tensor | None = None) -> Tensor:
         """The sum of the reduced terms.
@@ -228,3 +233,9 @@ def _scalar(reducer: object, result: Any) -> Tensor:
 
 def _add(values: list[Tensor]) -> Tensor:
     return torch.stack(values).sum()
+
+
+if not TYPE_CHECKING:
+    __getattr__ = attributes_of(
+        __name__, ["BaseReducer", "MeanReducer", "DivisorReducer", "MultipleReducers"]
+    )

@@ -1,11 +1,13 @@
 """Regularizers: penalties on embeddings or proxies that are added to a loss."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tritonloss.absent import attributes_of
 from tritonloss.types import upcast
 
 _BLOCK_ELEMENTS = 1 << 22  # largest block of a similarity matrix: 16 MiB in float32
@@ -16,6 +18,10 @@ class BaseRegularizer(nn.Module):
 
     A subclass defines `penalties`. Half precision is converted to float32 first. Autocast has no effect inside.
     """
+
+    if TYPE_CHECKING:
+
+        def __call__(self, tensor: Tensor) -> Tensor: ...
 
     def forward(self, tensor: Tensor) -> Tensor:
         """The mean penalty.
@@ -132,3 +138,16 @@ def _nearest_other(rows: Tensor) -> Tensor:
         similarities.diagonal(start).fill_(-torch.inf)
         nearest.append(similarities.argmax(1))
     return torch.cat(nearest)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = attributes_of(
+        __name__,
+        [
+            "BaseRegularizer",
+            "LpRegularizer",
+            "ZeroMeanRegularizer",
+            "CenterInvariantRegularizer",
+            "RegularFaceRegularizer",
+        ],
+    )

@@ -1,12 +1,15 @@
 """Types of the public interface, and the rule for the dtype that everything is computed in."""
 
-from typing import Literal, NamedTuple, TypeAlias, TypedDict
+from numbers import Integral
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
 
 PNPVariant: TypeAlias = Literal["Ds", "Dq", "Iu", "Ib", "O"]
 Reduction: TypeAlias = Literal["mean", "none"]
+ProductMode: TypeAlias = Literal["auto", "ieee", "split"]
+"""How rows are multiplied; see `tritonloss.ops.products`."""
 
 
 class PairIndices(NamedTuple):
@@ -66,6 +69,37 @@ LossDict: TypeAlias = dict[str, LossTerm]
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that values of `dtype` are computed in: float64 for float64, float32 for the rest."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def check_count(name: str, value: Any) -> int:
+    """An int of at least 1, NumPy's and a tensor [] of an integer included, or an error that names the option."""
+    if (
+        isinstance(value, Tensor)
+        and value.ndim == 0
+        and not (value.is_floating_point() or value.is_complex())
+    ):
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} is {value}: expected at least 1")
+    return int(value)
+
+
+# Types of devices on which torch lacks nothing that a loss uses.
+COMPLETE = ("cpu", "cuda", "meta")
+
+
+def is_complete(device: torch.device) -> bool:
+    """Whether torch has the operators and dtypes there that are not everywhere: float64, `segment_reduce`, and sums of
+    int64 at given places. Apple's MPS lacks all three, Intel's XPU some of them, depending on device and version.
+    """
+    return device.type in COMPLETE
+
+
+def widest(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of long sums over values that are computed in `dtype`: float64 where the device is sure to have it."""
+    return torch.float64 if is_complete(device) else accumulation_dtype(dtype)
 
 
 def upcast(tensor: Tensor) -> Tensor:

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from bench import rivals
-from tritonloss import losses
+from bench.cases import OURS
+from bench.registry import LOSSES as LOSS_CASES
+from bench.registry import title
 
-OURS, FLOOR, PRECISION = "tritonloss", "GEMMs alone", "precision"
+FLOOR, PRECISION = "GEMMs alone", "precision"
 GEMM_BLOCK_BYTES = 2**30
 
 Size = tuple[int, ...]  # (N,), with proxies (N, C)
@@ -98,54 +100,51 @@ def gathered_soprc(size: Size, dimension: int) -> nn.Module:
     return rivals.SOPRCGathered(size[0] // 4)
 
 
-LOSSES = {
-    "PNP": Loss(
-        lambda size, dimension, **options: losses.PNPLoss(**options),
-        {
-            **function(rivals.pnp_gathered, 64),
-            "dense": function(rivals.pnp_dense, 16, power=3)["eager"],
-        },
-    ),
-    "SmoothAP": Loss(
-        lambda size, dimension, **options: losses.SmoothAPLoss(**options),
-        {
-            **function(rivals.smooth_ap_gathered, 70),
-            "dense": function(rivals.smooth_ap_dense, 16, power=3)["eager"],
-        },
-    ),
-    "SOPRC": Loss(
-        lambda size, dimension, **options: losses.SOPRCLoss(-(-size[0] // 4), w_var=0, **options),
-        {
-            "eager": Rival(gathered_soprc, lambda size: 90 * size[0] ** 2),
-            "compiled": Rival(
-                lambda size, dimension: torch.compile(gathered_soprc(size, dimension), dynamic=False),
-                lambda size: 90 * size[0] ** 2,
-            ),
-        },
-    ),
-    "Histogram": Loss(
-        lambda size, dimension, **options: losses.HistogramLoss(**options),
-        function(rivals.histogram_dense, 50),
-    ),
-    "FastAP": Loss(
-        lambda size, dimension, **options: losses.FastAPLoss(**options),
-        function(rivals.fastap_dense, 300),
-    ),
-    "ProxyAnchor": Loss(
-        lambda size, dimension, **options: losses.ProxyAnchorLoss(size[1], dimension, **options),
-        {
-            "eager": Rival(
-                lambda size, dimension: rivals.ProxyAnchorDense(size[1], dimension, compiled=False),
-                lambda size: 55 * size[0] * size[1],
-            ),
-            "compiled": Rival(
-                lambda size, dimension: rivals.ProxyAnchorDense(size[1], dimension, compiled=True),
-                lambda size: 20 * size[0] * size[1],
-            ),
-        },
-        with_proxies=True,
-    ),
+RIVALS = {
+    "PNP": {
+        **function(rivals.pnp_gathered, 64),
+        "dense": function(rivals.pnp_dense, 16, power=3)["eager"],
+    },
+    "SmoothAP": {
+        **function(rivals.smooth_ap_gathered, 70),
+        "dense": function(rivals.smooth_ap_dense, 16, power=3)["eager"],
+    },
+    "SOPRC": {
+        "eager": Rival(gathered_soprc, lambda size: 90 * size[0] ** 2),
+        "compiled": Rival(
+            lambda size, dimension: torch.compile(gathered_soprc(size, dimension), dynamic=False),
+            lambda size: 90 * size[0] ** 2,
+        ),
+    },
+    "Histogram": function(rivals.histogram_dense, 50),
+    "FastAP": function(rivals.fastap_dense, 300),
+    "ProxyAnchor": {
+        "eager": Rival(
+            lambda size, dimension: rivals.ProxyAnchorDense(size[1], dimension, compiled=False),
+            lambda size: 55 * size[0] * size[1],
+        ),
+        "compiled": Rival(
+            lambda size, dimension: rivals.ProxyAnchorDense(size[1], dimension, compiled=True),
+            lambda size: 20 * size[0] * size[1],
+        ),
+    },
 }
+# Of SOPRC what its rivals compute.
+OPTIONS = {"SOPRC": {"w_var": 0}}
+
+
+def ours(name: str) -> Loss:
+    """The loss of the registry, with a class for every four rows, or with C proxies."""
+    case, options = LOSS_CASES[name], OPTIONS.get(title(name), {})
+
+    def build(size: Size, dimension: int, **given: Any) -> nn.Module:
+        n_classes = size[1] if case.per_proxy else -(-size[0] // 4)
+        return case.timed(n_classes, dimension, **options, **given)
+
+    return Loss(build, RIVALS.get(title(name), {}), case.per_proxy)
+
+
+LOSSES = {title(name): ours(name) for name in LOSS_CASES}
 
 
 def sizes(loss: str, plan: Plan) -> tuple[Size, ...]:
@@ -159,8 +158,9 @@ def cells(plan: Plan) -> list[Cell]:
 
 def _in_order(plan: Plan) -> Iterator[Cell]:
     def of(loss: str, *names: str, matmul: str = "highest") -> Iterator[Cell]:
+        known = {OURS, FLOOR, *LOSSES[loss].rivals}
         for size in sizes(loss, plan):
-            for name in names:
+            for name in names if known.issuperset(names) else ():
                 # The products are the same for all losses over the same batch.
                 yield Cell(FLOOR if name == FLOOR else loss, name, size, matmul)
 
@@ -183,7 +183,8 @@ def _in_order(plan: Plan) -> Iterator[Cell]:
     for index in range(max(len(plan.batches), len(plan.proxies)) if plan.compiled else 0):
         for loss in LOSSES:
             for size in sizes(loss, plan)[index : index + 1]:
-                yield Cell(loss, "compiled", size)
+                if "compiled" in LOSSES[loss].rivals:
+                    yield Cell(loss, "compiled", size)
 
 
 def inputs(size: Size, dimension: int, device: str) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,8 @@ from torch import Tensor
 from tritonloss.backends import eager_terms
 from tritonloss.backends.large_classes import Grid, grid_of_range
 from tritonloss.backends.surrogates import parse
-from tritonloss.layout import Positives
+from tritonloss.layout import Positives, counts_of_sorted, segment_max, segment_sum
+from tritonloss.types import is_complete
 
 # The derivatives of every (positive, key) are kept from the forward pass of a block to its backward pass up to this
 # size: to read them from the last-level cache takes less time than to compute them again; from memory, more. Below
@@ -282,10 +283,9 @@ def proxy_logsumexp_forward(
     """
     own = _own_columns(labels, first_class, len(scores))
     exponent = offsets[own[1]] - scores[own]
-    count = torch.bincount(own[0], minlength=len(scores))
-    peak = torch.segment_reduce(exponent, "max", lengths=count, initial=0, unsafe=True)
-    term = torch.exp(exponent - peak[own[0]])
-    total = torch.segment_reduce(term, "sum", lengths=count, initial=0, unsafe=True)
+    count = counts_of_sorted(own[0], len(scores))
+    peak = segment_max(exponent, own[0], count)
+    total = segment_sum(torch.exp(exponent - peak[own[0]]), own[0], count)
     positive.copy_(_log_one_plus_sum(peak, total))
     exponent = scores + offsets
     exponent[own] = -torch.inf
@@ -316,8 +316,8 @@ def proxy_logsumexp_backward(
     grad_scores[own] = own_grad
 
 
-# Sums of fractions are integers below 2^62. A float64 has no more bits than these.
-MAX_FRACTION_BITS = 52
+# Sums of fractions are integers below 2^62. A float64 has no more bits than these, and 24 are always taken.
+MAX_FRACTION_BITS, FRACTION_BITS = 52, 24
 
 
 def soft_histogram_forward(
@@ -325,23 +325,28 @@ def soft_histogram_forward(
 ) -> Tensor:
     """Add the pairs of the block to `counts` and `fractions`, [1, 2, bins + 2] or, each row to its own, [rows, ...].
 
-    Positives come before negatives, the last entry counts the NaN. counts are int64, fractions float64. Both are sums
-    of integers, so that their order does not matter, on any device. Returns what `soft_histogram_backward` of the same
-    block takes as `kept`.
+    Positives come before negatives, the last entry counts the NaN. counts are int64, fractions float64, or float32 on a
+    device that may have none. Both are sums of integers, so that their order does not matter, on any device. Returns
+    what `soft_histogram_backward` of the same block takes as `kept`.
     """
     n_tables, _, size = counts.shape
     position = _node_position(scores, size - 2, descending).nan_to_num_(nan=size - 1)
     slot = position.to(torch.int64)
-    bits = min(MAX_FRACTION_BITS, 62 - slot.numel().bit_length())
-    fraction = position.frac_().mul_(2**bits).to(torch.int64)
     _add_table(slot, ranges, first_column, size, n_tables)
-    sums = slot.new_zeros(2, n_tables * 3 * size)
-    sums[0].index_add_(0, slot.view(-1), slot.new_ones(()).expand(slot.numel()))
-    sums[1].index_add_(0, slot.view(-1), fraction.view(-1))
-    pair_count, fraction_sum = sums.view(2, n_tables, 3, size)[:, :, :2]
-    counts += pair_count
-    # In float64 before they are scaled: torch.compile of torch 2.11 scales integers in float32.
-    fractions.add_(fraction_sum.to(torch.float64), alpha=2.0**-bits)
+    dtype = torch.int64 if is_complete(scores.device) else torch.int32
+    bits = min(MAX_FRACTION_BITS, torch.iinfo(dtype).bits - 2 - slot.numel().bit_length())
+    place, shape = slot.view(-1), (n_tables, 3, size)
+    # Sums of ones, and then of the digits of the fractions, of `bits` bits each: in int64 one digit is enough.
+    sums = torch.zeros(n_tables * 3 * size, dtype=dtype, device=scores.device)
+    counts += sums.index_add(0, place, sums.new_ones(()).expand(place.shape)).view(shape)[:, :2]
+    n_digits = -(-min(FRACTION_BITS, MAX_FRACTION_BITS) // bits)
+    fraction = position.frac_().view(-1)
+    for digit in range(1, n_digits + 1):
+        if digit > 1:
+            fraction.frac_()
+        total = sums.index_add(0, place, fraction.mul_(2**bits).to(dtype)).view(shape)[:, :2]
+        # As floating numbers before they are scaled: torch.compile of torch 2.11 scales integers in float32.
+        fractions.add_(total.to(fractions.dtype), alpha=2.0 ** (-bits * digit))
     return slot
 
 
@@ -401,3 +406,24 @@ def _add_table(slot: Tensor, ranges: Tensor, first_column: int, size: int, n_tab
     else:
         slot += size
     slot[:, left:right].add_(is_hidden, alpha=size).add_(is_positive, alpha=-size)
+
+
+# --- passes over a panel between its products, where these multiply in half precision ---
+
+
+def weigh(scores: Tensor, of_rows: Tensor, of_columns: Tensor) -> None:
+    """Multiply scores [rows, N] by a factor for each row [rows] and each column [N], in place."""
+    scores.mul_(of_rows[:, None]).mul_(of_columns)
+
+
+def split_in_two(
+    scores: Tensor, of_rows: Tensor | None, of_columns: Tensor | None, high: Tensor, low: Tensor
+) -> None:
+    """Write the same product as a sum of two bfloat16 terms [rows, N], high + low; None for factors of 1.
+
+    scores: may be overwritten.
+    """
+    if of_rows is not None and of_columns is not None:
+        weigh(scores, of_rows, of_columns)
+    high.copy_(scores)
+    torch.sub(scores, high, out=low)

@@ -7,8 +7,8 @@ a sorted copy of the row, in which a relevant key is found by bisection.
 import torch
 from torch import Tensor
 
-# With more relevant keys a row than this, sorting the row takes less time than comparing. Measured on a CPU: 0.3 ns for
-# a comparison, 55 ns for a key of a sorted row. On CUDA both are bound by memory traffic; not measured.
+# With more relevant keys per row than this, sorting the row takes less time than comparing. Measured on a CPU: 0.3 ns
+# per comparison, 55 ns for a key of a sorted row. On CUDA both are bound by memory traffic; not measured.
 SORT_WIDTH = {"cpu": 192, "cuda": 64}
 # Pairs that are compared at a time. Both buffers stay in the cache of a core on a CPU; on CUDA launches would take
 # longer than the work of a smaller tile. A count of float32 ones is exact up to 2^24.

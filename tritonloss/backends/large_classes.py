@@ -1,4 +1,4 @@
-"""`soft_rank` of large classes: about N + P operations a query with P positives, where the direct loop takes N P.
+"""`soft_rank` of large classes: about N + P operations per query with P positives, where the direct loop takes N P.
 
 Two algorithms with the block functions of the backends, `soft_rank_forward` and `soft_rank_backward`: `OnGrid` for the
 sigmoid, `Sorted` for the one-side Huber and the hinge. `choose` says which of them pays for a block, if either.
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tritonloss.backends.surrogates import parse
 from tritonloss.layout import Positives
+from tritonloss.types import is_complete
 
 ENVIRONMENT_VARIABLE = "TRITONLOSS_LARGE_CLASSES"
 
@@ -27,7 +28,7 @@ ENVIRONMENT_VARIABLE = "TRITONLOSS_LARGE_CLASSES"
 
 @dataclass(frozen=True)
 class Stencil:
-    """Interpolation through `points` neighbouring nodes, `per_unit` nodes a unit of the temperature.
+    """Interpolation through `points` neighbouring nodes, `per_unit` nodes per unit of the temperature.
 
     per_unit is a power of two, so that the place of a float among the nodes is exact.
     """
@@ -67,7 +68,7 @@ def _largest_ratio(order: int) -> float:
         for k, a in enumerate(slope):
             polynomial[k + 2] -= a
         if derivative >= order:
-            y = torch.linspace(0, 1, 20001, dtype=torch.float64)[1:-1]
+            y = torch.linspace(0, 1, 20001, dtype=torch.float64, device="cpu")[1:-1]
             value = sum((a * y**k for k, a in enumerate(polynomial)), torch.zeros_like(y))
             scale = y if derivative == order else y * (1 - y)
             largest.append(float((value / scale).abs().max()))
@@ -163,8 +164,9 @@ class Costs:
 COSTS = {
     # Measured on one core of an EPYC in float32, at 512 and 2048 scores and temperatures of 0.01, 0.05 and 0.1.
     "cpu": Costs(pair=1.05e-9, spread=16e-9, node_pair=0.18e-9, ordered=115e-9, looked_up=300e-9),
-    # Not measured: two sigmoids at half the rate of the units that compute them on an H200; sixteen additions to L2 at
-    # 1e11 a second; six operations at half the float32 rate; a radix sort at 1e10 keys a second, and what surrounds it.
+    # Not measured: two sigmoids at half the rate of the units that compute them on an H200; sixteen additions to L2
+    # at 1e11 per second; six operations at half the float32 rate; a radix sort at 1e10 keys per second, and what
+    # surrounds it.
     "cuda": Costs(pair=1e-12, spread=2e-10, node_pair=2e-13, ordered=1e-9, looked_up=1e-9),
 }
 
@@ -189,7 +191,7 @@ def enabled() -> bool:
 
 def may_pay(n_keys: int, width: int, surrogate: str, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether either algorithm may serve and could cost less than the direct loop, for some range of the scores."""
-    if not enabled():
+    if not (enabled() and is_complete(device)):
         return False
     kind = "cuda" if device.type == "cuda" else "cpu"
     if surrogate == "one_side_huber" or surrogate.startswith("hinge "):
@@ -233,7 +235,7 @@ class _OneClass:
         return matrix[:, self.start : self.stop]
 
     def negatives_of(self, matrix: Tensor) -> list[tuple[Tensor, Tensor | None]]:
-        """Views of the matrix that hold the columns of the negatives, and what of each is negative; None for all."""
+        """Views [rows, n] of the matrix that hold all negatives, each with a mask of them; None: all of it."""
         if self.stop - self.start == matrix.shape[1]:
             return [(matrix, torch.zeros_like(matrix, dtype=torch.bool))]
         parts = matrix[:, : self.start], matrix[:, self.stop :]

@@ -16,6 +16,7 @@ from tritonloss.backends.surrogates import PLAIN, parse
 from tritonloss.kernels import (
     pair_logsumexp,
     pair_terms,
+    panel_passes,
     proxy_logsumexp,
     rank_counts,
     soft_histogram,
@@ -39,6 +40,8 @@ KERNELS = {
     "soft_rank_spread": soft_rank_grid.soft_rank_spread,
     "soft_rank_read": soft_rank_grid.soft_rank_read,
     "rank_counts": rank_counts.rank_counts,
+    "weigh": panel_passes.weigh,
+    "split_in_two": panel_passes.split_in_two,
 }
 # The constants in which a kernel takes the numbers of a surrogate.
 NUMBERS = ("first", "second", "third", "fourth")
@@ -451,3 +454,33 @@ def soft_histogram_backward(
         return n_rows, triton.cdiv(n_columns, meta["BLOCK_N"])
 
     _launch("soft_histogram_backward", grid, arguments, scores.device)
+
+
+def _pass_arguments(scores: Tensor, of_rows: Tensor | None, of_columns: Tensor | None) -> dict[str, Any]:
+    return {
+        "scores": scores,
+        "of_rows": scores if of_rows is None else of_rows,
+        "of_columns": scores if of_columns is None else of_columns,
+        "stride_units": _stride_units(scores),
+        "n_columns": scores.shape[1],
+        "n_bucket": tuning.bucket(scores.shape[1]),
+    }
+
+
+def weigh(scores: Tensor, of_rows: Tensor, of_columns: Tensor) -> None:
+    """Multiply float32 scores [rows, N] by a factor for each row [rows] and each column [N], in place."""
+    _launch("weigh", _tiles_of_rows(scores), _pass_arguments(scores, of_rows, of_columns), scores.device)
+
+
+def split_in_two(
+    scores: Tensor, of_rows: Tensor | None, of_columns: Tensor | None, high: Tensor, low: Tensor
+) -> None:
+    """Write the same product as a sum of two bfloat16 terms [rows, N], high + low; None for factors of 1."""
+    arguments = {
+        **_pass_arguments(scores, of_rows, of_columns),
+        "high": high,
+        "low": low,
+        "half_stride_units": _stride_units(high),
+        "WEIGHED": of_rows is not None,
+    }
+    _launch("split_in_two", _tiles_of_rows(scores), arguments, scores.device)

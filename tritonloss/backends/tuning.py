@@ -100,7 +100,11 @@ CONFIGS: dict[str, list[dict[str, int]]] = {
         {"BLOCK_N": 128, "num_warps": 2},
         {"BLOCK_N": 512, "num_warps": 8},
     ],
+    # Maps of one element each wait for memory in any configuration.
+    "weigh": [{"BLOCK_N": 1024, "num_warps": 4}],
+    "split_in_two": [{"BLOCK_N": 1024, "num_warps": 4}],
 }
+FLOAT32_ONLY = {"weigh", "split_in_two"}
 # What a kernel adds to, and so must be zero before each trial of a configuration.
 ACCUMULATED = {"words"}
 
@@ -120,8 +124,10 @@ def fits_registers(config: dict[str, int], block_p: int) -> bool:
 
 
 def configurations(kernel: str, block_p: int = 1, itemsize: int = 4) -> list[dict[str, int]]:
-    """The configurations of a kernel that do not spill with `block_p` positives a tile; a single one for float64."""
+    """The configurations of a kernel that do not spill with `block_p` positives a tile; at most one for float64."""
     if itemsize > 4:
+        if kernel in FLOAT32_ONLY:
+            return []
         return [{"BLOCK_N": FLOAT64_PAIRS // block_p, "num_warps": 4}]
     return [config for config in CONFIGS[kernel] if fits_registers(config, block_p)]
 

@@ -1,5 +1,8 @@
 """One file per loss: its stateless function and its module."""
 
+from typing import TYPE_CHECKING
+
+from tritonloss.absent import attributes_of
 from tritonloss.losses.base import BaseMetricLossFunction, PerQueryLoss
 from tritonloss.losses.base_proxy import BaseProxyLoss
 from tritonloss.losses.circle import CircleLoss
@@ -42,3 +45,6 @@ __all__ = [
     "SupConLoss",
     "TripletMarginLoss",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = attributes_of(__name__, __all__)

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from numbers import Integral, Real
-from typing import Any, TypedDict, get_args
+from numbers import Real
+from typing import TYPE_CHECKING, Any, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,16 @@ from tritonloss.distances import CosineSimilarity, Distance, check_distance, is_
 from tritonloss.indices import as_indices
 from tritonloss.reducers import MeanReducer, reduce_terms
 from tritonloss.regularizers import apply_regularizer
-from tritonloss.types import IndicesTuple, LossDict, PairIndices, TripletIndices, accumulation_dtype, upcast
+from tritonloss.types import (
+    IndicesTuple,
+    LossDict,
+    PairIndices,
+    ProductMode,
+    TripletIndices,
+    accumulation_dtype,
+    upcast,
+)
+from tritonloss.types import check_count as check_count  # for the losses
 
 _AS_IT_IS = nullcontext()
 # torch has no promotion from the floating dtypes of 8 bits and below.
@@ -153,9 +162,20 @@ class BaseMetricLossFunction(nn.Module):
             loss = loss + term["losses"]
         return loss.to(output_dtype(embeddings))
 
+    if TYPE_CHECKING:
+
+        def __call__(
+            self,
+            embeddings: Tensor,
+            labels: Tensor | None = None,
+            indices_tuple: IndicesTuple | None = None,
+            ref_emb: Tensor | None = None,
+            ref_labels: Tensor | None = None,
+        ) -> Tensor: ...
+
 
 class PerQueryLoss(BaseMetricLossFunction):
-    """Base of the losses with one term, which has one value a query.
+    """Base of the losses with one term, which has one value per query.
 
     A subclass defines `per_query` and the name of the term. Rows that are no queries have no value in the term; which
     they are is known on the device only, so `loss_terms`, and `forward` with another reducer than `MeanReducer`, wait
@@ -246,6 +266,8 @@ def check_embeddings(embeddings: Any, name: str) -> None:
         )
     if embeddings.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got layout {embeddings.layout}")
+    if embeddings.device.type == "meta":
+        raise ValueError(f"{name} must have numbers, got a tensor on the meta device")
     if embeddings.ndim != 2:
         raise ValueError(f"{name} must have shape [N, D], got {list(embeddings.shape)}")
 
@@ -258,7 +280,7 @@ def check_labels(labels: Any, embeddings: Tensor, name: str) -> None:
         raise TypeError(f"{name} must be of an integer dtype or bool, got {labels.dtype}")
     if labels.ndim != 1 or labels.shape[0] != embeddings.shape[0]:
         raise ValueError(
-            f"{name} must have shape [{embeddings.shape[0]}], one label a row of embeddings, got {list(labels.shape)}"
+            f"{name} must have shape [{embeddings.shape[0]}], one label per row of embeddings, got {list(labels.shape)}"
         )
     if labels.device != embeddings.device:
         raise ValueError(f"{name} must be on {embeddings.device} like the embeddings, got {labels.device}")
@@ -285,7 +307,7 @@ def require_cosine(loss: str, distance: Distance) -> None:
 
 
 def check_numbers(**options: Any) -> None:
-    """Each option is a real number and no NaN, or an error that names it."""
+    """Raise TypeError for an option that is no real number, ValueError for NaN; both name the option."""
     for name, value in options.items():
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{name} must be a number, got {type(value).__name__}")
@@ -301,19 +323,15 @@ def check_positive(**options: Any) -> None:
             raise ValueError(f"{name} is {value}: expected a number above 0")
 
 
-def check_count(name: str, value: Any) -> None:
-    """An int, NumPy's included, of at least 1, or an error that names the option."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} is {value}: expected at least 1")
+def check_bounds(**bounds: Any) -> list[int | None]:
+    """Each is None or as for `check_count`; in their order."""
+    return [None if value is None else check_count(name, value) for name, value in bounds.items()]
 
 
-def check_bounds(**bounds: Any) -> None:
-    """Each is None or as for `check_count`."""
-    for name, value in bounds.items():
-        if value is not None:
-            check_count(name, value)
+def check_products(products: Any) -> None:
+    """None, or how rows are multiplied."""
+    if products is not None:
+        check_choice("products", products, ProductMode)
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:

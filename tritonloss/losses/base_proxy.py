@@ -1,4 +1,4 @@
-"""What every loss with one learnable vector a class shares."""
+"""What every loss with one learnable vector per class shares."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -56,13 +56,29 @@ class BaseProxyLoss(BaseMetricLossFunction):
         ):
             if option is not None and not callable(option):
                 raise TypeError(f"{name} must be callable or None, got {type(option).__name__}")
-        check_count("num_weights", num_weights)
-        check_count("embedding_size", embedding_size)
+        num_weights = check_count("num_weights", num_weights)
+        embedding_size = check_count("embedding_size", embedding_size)
         self.weight_regularizer = weight_regularizer
         self.weight_reg_weight = weight_reg_weight
         self.weight = nn.Parameter(torch.empty(num_weights, embedding_size))
         initialise = self.default_weight_init if weight_init_func is None else weight_init_func
         initialise(self.weight)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "proxies":
+            raise AttributeError(
+                f"{type(self).__name__} has no proxies, as in pytorch-metric-learning 2: its parameter is `weight`"
+            )
+        super().__setattr__(name, value)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        if f"{prefix}proxies" in state_dict and f"{prefix}weight" not in state_dict:
+            error_msgs = rest[-1]
+            error_msgs.append(
+                f"{prefix}proxies is the parameter of pytorch-metric-learning 2: convert the state dict with "
+                f"{type(self).__name__}.convert_pml_state_dict(state_dict{f', prefix={prefix!r}' if prefix else ''})"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def default_weight_init(self, weight: Tensor) -> None:
         """Fill `weight` in place."""
@@ -121,12 +137,18 @@ class BaseProxyLoss(BaseMetricLossFunction):
         return {f"{prefix}weight" if key == old else key: value for key, value in state_dict.items()}
 
 
-def match_proxies(embeddings: Tensor, proxies: Tensor) -> Tensor:
+def match_proxies(embeddings: Tensor, proxies: Any) -> Tensor:
     """The embeddings in the dtype they are compared with the proxies in.
 
     Inside autocast they are cast up to the dtype of the proxies. Outside, dtypes that differ are an error, as are
     devices and widths that differ, everywhere: nothing is moved or cast silently.
     """
+    if not isinstance(proxies, Tensor) or proxies.ndim != 2:
+        got = f"shape {list(proxies.shape)}" if isinstance(proxies, Tensor) else type(proxies).__name__
+        raise ValueError(
+            f"weight, the proxies, must be a tensor [num_classes, embedding_size], got {got}: what a sharding wrapper "
+            "keeps in parts must be gathered first"
+        )
     if embeddings.shape[1] != proxies.shape[1]:
         raise ValueError(
             f"embeddings must have shape [N, {proxies.shape[1]}] like the proxies, got {list(embeddings.shape)}"

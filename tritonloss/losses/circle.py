@@ -16,7 +16,7 @@ from tritonloss.losses.mined import MinedPairs, softplus
 from tritonloss.losses.pairwise import PairLoss, PairRule, above_zero, exponents_of, pair_loss
 from tritonloss.ops.pair_logsumexp import register_logsumexp_function
 from tritonloss.reducers import AvgNonZeroReducer
-from tritonloss.types import Reduction
+from tritonloss.types import ProductMode, Reduction
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -32,6 +32,7 @@ def circle_loss(
     ref_labels: Tensor | None = None,
     reduction: Reduction = "mean",
     memory_budget: int | None = None,
+    products: ProductMode | None = None,
 ) -> Tensor:
     """The loss of `CircleLoss`, which has the equation, the cost and the source, without its module.
 
@@ -40,7 +41,7 @@ def circle_loss(
         labels: [Q], any integer dtype or bool, in any order. Only equality counts.
         ref_emb, ref_labels: [N, D] and [N], rows to compare with; None for the embeddings themselves.
         reduction: "mean" over the losses above 0, or "none" for the loss of each query, [Q].
-        m, gamma, memory_budget: as for `CircleLoss`.
+        m, gamma, memory_budget, products: as for `CircleLoss`.
 
     Returns:
         Scalar, or [Q], in the dtype of the embeddings (float32 inside autocast). Computed in float32 or float64.
@@ -50,7 +51,7 @@ def circle_loss(
         ValueError: gamma not above 0, an unknown reduction, wrong shapes, devices that differ.
     """
     _check_options(m, gamma)
-    rule = _rule(m, gamma, memory_budget)
+    rule = _rule(m, gamma, memory_budget, products)
     return pair_loss("circle_loss", rule, embeddings, labels, ref_emb, ref_labels, reduction)
 
 
@@ -71,8 +72,8 @@ class CircleLoss(PairLoss):
     Args:
         m: the margin; 0.25 in the paper for faces, 0.4 for retrieval.
         gamma: scale of the exponents, > 0; 256 in the paper for faces, 80 for retrieval.
-        **options: `memory_budget`, `distance`, `reducer`, `embedding_regularizer`, `embedding_reg_weight`, as for
-            `PairLoss`, which also states the cost. No call waits for the device.
+        **options: `memory_budget`, `products`, `distance`, `reducer`, `embedding_regularizer`,
+            `embedding_reg_weight`, as for `PairLoss`, which also states the cost. No call waits for the device.
 
     Raises:
         TypeError, ValueError: as `PairLoss`; an option that is no number, gamma not above 0, a NaN.
@@ -87,17 +88,18 @@ class CircleLoss(PairLoss):
         gamma: float = 80,
         *,
         memory_budget: int | None = None,
+        products: ProductMode | None = None,
         **options: Unpack[LossOptions],
     ) -> None:
         _check_options(m, gamma)
-        super().__init__(memory_budget=memory_budget, **options)
+        super().__init__(memory_budget=memory_budget, products=products, **options)
         self.m, self.gamma = m, gamma
 
     def default_reducer(self) -> Callable[..., Tensor]:
         return AvgNonZeroReducer()
 
     def rule(self) -> PairRule:
-        return _rule(self.m, self.gamma, self.memory_budget)
+        return _rule(self.m, self.gamma, self.memory_budget, self.products)
 
     def extra_repr(self) -> str:
         return f"m={self.m}, gamma={self.gamma}"
@@ -108,13 +110,14 @@ def _check_options(m: Any, gamma: Any) -> None:
     check_positive(gamma=gamma)
 
 
-def _rule(m: float, gamma: float, memory_budget: int | None) -> PairRule:
+def _rule(m: float, gamma: float, memory_budget: int | None, products: ProductMode | None) -> PairRule:
     return PairRule(
         exponents_of(circle_maps(m, gamma), "circle"),
         counted=above_zero,
         mined=partial(_mined, m=m, gamma=gamma),
         dense=partial(reference.circle, m=m, gamma=gamma),
         memory_budget=memory_budget,
+        products=products,
     )
 
 

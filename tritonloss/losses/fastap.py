@@ -18,15 +18,16 @@ from tritonloss.losses.base import (
     PerQueryLoss,
     check_bounds,
     check_choice,
+    check_count,
     check_embeddings,
     check_labels,
+    check_products,
     full_precision,
     mean_of_queries,
     output_dtype,
 )
-from tritonloss.losses.histogram import check_num_bins
 from tritonloss.ops import Counting, histogram_values, register_histogram_function, running_sum
-from tritonloss.types import PairIndices, Reduction, TripletIndices, accumulation_dtype, upcast
+from tritonloss.types import PairIndices, ProductMode, Reduction, TripletIndices, accumulation_dtype, upcast
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -39,6 +40,7 @@ def fastap_loss(
     num_bins: int = 10,
     reduction: Reduction = "mean",
     memory_budget: int | None = None,
+    products: ProductMode | None = None,
 ) -> Tensor:
     """The loss of `FastAPLoss`, which has the equation, the cost and the source, without its module.
 
@@ -46,7 +48,7 @@ def fastap_loss(
         embeddings: [N, D], any floating dtype; normalised here.
         labels: [N], any integer dtype or bool. Only equality counts.
         reduction: "mean", or "none" for the loss of each query, [N], 0 for a query without another positive.
-        num_bins, memory_budget: as for `FastAPLoss`.
+        num_bins, memory_budget, products: as for `FastAPLoss`.
 
     Returns:
         Scalar, or [N], in the dtype of the embeddings (float32 inside autocast). Computed in float32 or float64.
@@ -57,11 +59,12 @@ def fastap_loss(
     """
     check_embeddings(embeddings, "embeddings")
     check_labels(labels, embeddings, "labels")
-    check_num_bins(num_bins)
+    num_bins = check_count("num_bins", num_bins)
     check_choice("reduction", reduction, Reduction)
-    check_bounds(memory_budget=memory_budget)
+    check_products(products)
+    (memory_budget,) = check_bounds(memory_budget=memory_budget)
     with full_precision(embeddings):
-        options = num_bins, LpDistance(power=2), memory_budget
+        options = num_bins, LpDistance(power=2), memory_budget, products
         mean = reduction == "mean"
         loss = (
             mean_fastap(embeddings, labels, *options)
@@ -92,6 +95,8 @@ class FastAPLoss(PerQueryLoss):
         num_bins: at least 1; 10 in the paper. There are num_bins + 1 nodes.
         memory_budget: bytes that similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU and a
             sixteenth of the device's memory on CUDA.
+        products: how rows are multiplied, "auto", "ieee" or "split"; default TRITONLOSS_PRODUCTS, else "auto": see
+            `tritonloss.ops.products`. Results of both have the precision of float32.
         **options: `distance`, a Euclidean distance of normalised rows, ours or pytorch-metric-learning's; default
             `LpDistance(power=2)`. With another power the nodes reach from 0 to 2^power, and torch.compile leaves its
             graph. `reducer`, `embedding_regularizer`, `embedding_reg_weight`: as for `BaseMetricLossFunction`. A
@@ -115,17 +120,19 @@ class FastAPLoss(PerQueryLoss):
         num_bins: int = 10,
         *,
         memory_budget: int | None = None,
+        products: ProductMode | None = None,
         **options: Unpack[LossOptions],
     ) -> None:
-        check_num_bins(num_bins)
-        check_bounds(memory_budget=memory_budget)
+        check_products(products)
+        num_bins = check_count("num_bins", num_bins)
+        (memory_budget,) = check_bounds(memory_budget=memory_budget)
         super().__init__(**options)
         if not is_euclidean(self.distance):
             raise TypeError(
                 "FastAPLoss: distance must be LpDistance with p = 2 and normalize_embeddings = True, "
                 f"got {type(self.distance).__name__}"
             )
-        self.num_bins, self.memory_budget = num_bins, memory_budget
+        self.num_bins, self.memory_budget, self.products = num_bins, memory_budget, products
 
     def default_distance(self) -> Distance:
         return LpDistance(power=2)
@@ -133,15 +140,15 @@ class FastAPLoss(PerQueryLoss):
     def per_query(
         self, embeddings: Tensor, labels: Tensor, indices_tuple: PairIndices | TripletIndices | None
     ) -> tuple[Tensor, Tensor]:
-        options = self.num_bins, self.distance, self.memory_budget
-        return fastap_values(embeddings, labels, *options, indices_tuple)
+        return fastap_values(embeddings, labels, *self._options(), indices_tuple)
 
     def mean(
         self, embeddings: Tensor, labels: Tensor, indices_tuple: PairIndices | TripletIndices | None
     ) -> Tensor:
-        return mean_fastap(
-            embeddings, labels, self.num_bins, self.distance, self.memory_budget, indices_tuple
-        )
+        return mean_fastap(embeddings, labels, *self._options(), indices_tuple)
+
+    def _options(self) -> tuple[int, Distance, int | None, ProductMode | None]:
+        return self.num_bins, self.distance, self.memory_budget, self.products
 
     def extra_repr(self) -> str:
         return f"num_bins={self.num_bins}"
@@ -153,6 +160,7 @@ def fastap_values(
     num_bins: int,
     distance: Distance,
     memory_budget: int | None,
+    products: ProductMode | None,
     indices: PairIndices | TripletIndices | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The loss of each row as a query [N], and whether it is one [N] bool."""
@@ -162,7 +170,7 @@ def fastap_values(
     else:
         layout = ClassLayout.from_labels(labels)
         count = layout.query_count
-        counting = _counting(layout, num_bins, distance, memory_budget)
+        counting = _counting(layout, num_bins, distance, memory_budget, products)
         values = layout.unsort(histogram_values(embeddings, layout.start, count, "fastap", counting))
         is_query = layout.unsort(count > 0)
     return values if indices is None else values * weights_of_rows(indices, embeddings), is_query
@@ -174,16 +182,18 @@ def mean_fastap(
     num_bins: int,
     distance: Distance,
     memory_budget: int | None,
+    products: ProductMode | None,
     indices: PairIndices | TripletIndices | None = None,
 ) -> Tensor:
     """The mean over the queries, in one pass."""
     if selected_backend() == "reference":
-        return mean_of_queries(*fastap_values(embeddings, labels, num_bins, distance, memory_budget, indices))
+        options = num_bins, distance, memory_budget, products
+        return mean_of_queries(*fastap_values(embeddings, labels, *options, indices))
     layout = ClassLayout.from_labels(labels)
     count, weights = layout.query_count, layout.weight(accumulation_dtype(embeddings.dtype))
     if indices is not None:
         weights = weights * weights_of_rows(indices, embeddings)[layout.order]
-    counting = _counting(layout, num_bins, distance, memory_budget)
+    counting = _counting(layout, num_bins, distance, memory_budget, products)
     return histogram_values(embeddings, layout.start, count, "fastap", counting, weights)
 
 
@@ -191,7 +201,13 @@ def _power(distance: Distance) -> float:
     return distance.power  # type: ignore[attr-defined, no-any-return]
 
 
-def _counting(layout: ClassLayout, num_bins: int, distance: Distance, memory_budget: int | None) -> Counting:
+def _counting(
+    layout: ClassLayout,
+    num_bins: int,
+    distance: Distance,
+    memory_budget: int | None,
+    products: ProductMode | None,
+) -> Counting:
     """Nodes from distance 0 to the farthest: those of a similarity from 1 down to -1."""
     farthest = 2 ** _power(distance)
     # The square needs no distances: d = 2 - 2 s.
@@ -201,6 +217,7 @@ def _counting(layout: ClassLayout, num_bins: int, distance: Distance, memory_bud
         per_query=True,
         descending=True,
         memory_budget=memory_budget,
+        products=products,
         normalize=is_square,
         order=layout.order,
         distance=None if is_square else lambda query, ref: 1 - 2 / farthest * distance(query, ref),

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +17,13 @@ from tritonloss.losses.base import (
     check_count,
     check_embeddings,
     check_labels,
+    check_products,
     full_precision,
     output_dtype,
     refuse,
 )
 from tritonloss.ops import Counting, histogram_total, of_histograms, pair_histogram, running_sum
-from tritonloss.types import IndicesTuple, LossDict, PairIndices, TripletIndices, upcast
+from tritonloss.types import IndicesTuple, LossDict, PairIndices, ProductMode, TripletIndices, upcast
 
 
 def histogram_loss(
@@ -34,6 +34,7 @@ def histogram_loss(
     indices_tuple: IndicesTuple | None = None,
     distance: Distance | None = None,
     memory_budget: int | None = None,
+    products: ProductMode | None = None,
 ) -> Tensor:
     """The overlap of the similarities of negative and of positive pairs (`HistogramLoss` without its module).
 
@@ -58,6 +59,8 @@ def histogram_loss(
             similarities; None for `CosineSimilarity()`, the cosine.
         memory_budget: bytes that similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU and a
             sixteenth of the device's memory on CUDA.
+        products: how rows are multiplied, "auto", "ieee" or "split"; default TRITONLOSS_PRODUCTS, else "auto": see
+            `tritonloss.ops.products`. Results of both have the precision of float32.
 
     Returns:
         Scalar in the dtype of the embeddings (float32 inside autocast). Similarities are float32 or float64.
@@ -78,12 +81,14 @@ def histogram_loss(
     check_embeddings(embeddings, "embeddings")
     if labels is not None:
         check_labels(labels, embeddings, "labels")
-    check_num_bins(num_bins)
-    check_bounds(memory_budget=memory_budget)
+    check_products(products)
+    num_bins = check_count("num_bins", num_bins)
+    (memory_budget,) = check_bounds(memory_budget=memory_budget)
     distance = CosineSimilarity() if distance is None else check_distance(distance)
     indices = as_indices(indices_tuple)
     with full_precision(embeddings):
-        loss = overlap("histogram_loss", embeddings, labels, num_bins, indices, distance, memory_budget)
+        options = num_bins, indices, distance, memory_budget, products
+        loss = overlap("histogram_loss", embeddings, labels, *options)
     return loss.to(output_dtype(embeddings))
 
 
@@ -94,7 +99,7 @@ class HistogramLoss(BaseMetricLossFunction):
     dtype, or in place of the labels an `indices_tuple`. Its one term, "loss", is a scalar. It takes no `reducer`.
 
     Args:
-        num_bins, memory_budget: as for `histogram_loss`, which has the equation, the cost and the source.
+        num_bins, memory_budget, products: as for `histogram_loss`, which has the equation, the cost and the source.
         distance: any with values in [-1, 1], ours or pytorch-metric-learning's; default `CosineSimilarity()`.
         embedding_regularizer, embedding_reg_weight: as for `BaseMetricLossFunction`.
 
@@ -112,15 +117,17 @@ class HistogramLoss(BaseMetricLossFunction):
         embedding_regularizer: Callable[[Tensor], Tensor] | None = None,
         embedding_reg_weight: float = 1.0,
         memory_budget: int | None = None,
+        products: ProductMode | None = None,
     ) -> None:
-        check_num_bins(num_bins)
-        check_bounds(memory_budget=memory_budget)
+        check_products(products)
+        num_bins = check_count("num_bins", num_bins)
+        (memory_budget,) = check_bounds(memory_budget=memory_budget)
         super().__init__(
             distance=distance,
             embedding_regularizer=embedding_regularizer,
             embedding_reg_weight=embedding_reg_weight,
         )
-        self.num_bins, self.memory_budget = num_bins, memory_budget
+        self.num_bins, self.memory_budget, self.products = num_bins, memory_budget, products
 
     def compute_loss(
         self,
@@ -139,15 +146,12 @@ class HistogramLoss(BaseMetricLossFunction):
             indices_tuple,
             self.distance,
             self.memory_budget,
+            self.products,
         )
         return {"loss": {"losses": loss, "indices": None}}
 
     def extra_repr(self) -> str:
         return f"num_bins={self.num_bins}"
-
-
-def check_num_bins(num_bins: Any) -> None:
-    check_count("num_bins", num_bins)
 
 
 def overlap(
@@ -158,6 +162,7 @@ def overlap(
     indices: PairIndices | TripletIndices | None,
     distance: Distance,
     memory_budget: int | None,
+    products: ProductMode | None,
 ) -> Tensor:
     """The loss, in float32 or float64; `loss` is its name for errors."""
     if indices is None and labels is None:
@@ -191,6 +196,7 @@ def overlap(
     counting = Counting(
         num_bins,
         memory_budget=memory_budget,
+        products=products,
         normalize=cosine,
         order=layout.order,
         distance=None if cosine else distance,

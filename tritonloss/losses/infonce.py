@@ -15,6 +15,7 @@ from tritonloss.losses.base import (
     check_bounds,
     check_choice,
     check_numbers,
+    check_products,
     full_precision,
     output_dtype,
     refuse,
@@ -40,7 +41,7 @@ from tritonloss.losses.pairwise import (
 )
 from tritonloss.ops.pair_logsumexp import register_logsumexp_function
 from tritonloss.ops.shares import own_share
-from tritonloss.types import LossDict, LossTerm, PairIndices, Reduction, TripletIndices, upcast
+from tritonloss.types import LossDict, LossTerm, PairIndices, ProductMode, Reduction, TripletIndices, upcast
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -62,6 +63,7 @@ def info_nce_loss(
     reduction: Reduction = "mean",
     max_class_size: int | None = None,
     memory_budget: int | None = None,
+    products: ProductMode | None = None,
 ) -> Tensor:
     """The loss of `InfoNCELoss`, which has the equation, the cost and the source, without its module.
 
@@ -71,7 +73,8 @@ def info_nce_loss(
         labels, ref_labels: [Q] and [N], any integer dtype or bool. Without both, key i belongs to query i.
         reduction: "mean" over the queries with a positive, or "none" for the loss of each query, [Q], 0 without one;
             of the first direction only.
-        temperature, positives, directions, label_smoothing, max_class_size, memory_budget: as for `InfoNCELoss`.
+        temperature, positives, directions, label_smoothing, max_class_size, memory_budget, products: as for
+            `InfoNCELoss`.
 
     Returns:
         Scalar, or [Q], in the dtype of the embeddings (float32 inside autocast). Computed in float32 or float64.
@@ -83,10 +86,13 @@ def info_nce_loss(
     check_arguments(embeddings, labels, None, ref_emb, ref_labels)
     _check_options(temperature, positives, directions, label_smoothing)
     check_choice("reduction", reduction, Reduction)
-    check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
+    check_products(products)
+    max_class_size, memory_budget = check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
     if reduction == "none" and directions == "both":
         raise ValueError("reduction is 'none' with directions='both': expected 'mean', or one direction")
-    options = _Options(temperature, positives, directions, label_smoothing, max_class_size, memory_budget)
+    options = _Options(
+        temperature, positives, directions, label_smoothing, max_class_size, memory_budget, products
+    )
     arguments = Arguments(embeddings, labels, None, ref_emb, ref_labels)
     _check_pairing(arguments)
     with full_precision(embeddings):
@@ -125,7 +131,7 @@ class InfoNCELoss(PairLoss):
             are the same.
         label_smoothing: in 0 <= e < 1, as in `torch.nn.functional.cross_entropy`: the loss is 1 - e times that of the
             table, and e times the mean of -ln p_qj over all keys j. Only with positives="mean". Costs O((Q + N) D).
-        **options: `max_class_size`, `memory_budget`, `distance`, `reducer`, `embedding_regularizer`,
+        **options: `max_class_size`, `memory_budget`, `products`, `distance`, `reducer`, `embedding_regularizer`,
             `embedding_reg_weight`, as for `PairLoss`, which also states the cost. The bound holds for both
             directions. No call waits for the device without labels, or with positives="sum".
 
@@ -184,6 +190,7 @@ class InfoNCELoss(PairLoss):
             self.label_smoothing,
             self.max_class_size,
             self.memory_budget,
+            self.products,
         )
 
     def extra_repr(self) -> str:
@@ -200,6 +207,7 @@ class _Options(NamedTuple):
     label_smoothing: float
     max_class_size: int | None
     memory_budget: int | None
+    products: ProductMode | None
 
 
 def _check_options(temperature: Any, positives: Any, directions: Any, label_smoothing: Any) -> None:
@@ -228,6 +236,7 @@ def _rule(options: _Options) -> PairRule:
         temperature=learnable,
         max_class_size=options.max_class_size,
         memory_budget=options.memory_budget,
+        products=options.products,
     )
 
 

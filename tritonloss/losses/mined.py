@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tritonloss.layout import segment_mean, segment_sum
+from tritonloss.layout import counts_of_sorted, segment_max, segment_sum
 from tritonloss.losses.base import unit_rows
 from tritonloss.types import PairIndices, TripletIndices
 
@@ -27,16 +27,14 @@ class MinedSide(NamedTuple):
         if not self.query.shape[0]:
             return exponents.sum() + exponents.new_full(self.sizes.shape, -torch.inf)
         is_empty = self.sizes == 0
-        peak = torch.segment_reduce(
-            exponents.detach(), "max", lengths=self.sizes, initial=-torch.inf, unsafe=True
-        )
-        peak = peak.masked_fill(is_empty, 0)
-        total = segment_sum(torch.exp(exponents - peak[self.query]), self.sizes)
+        peak = segment_max(exponents.detach(), self.query, self.sizes, -torch.inf).masked_fill(is_empty, 0)
+        total = segment_sum(torch.exp(exponents - peak[self.query]), self.query, self.sizes)
         return (total.masked_fill(is_empty, 1).log() + peak).masked_fill(is_empty, -torch.inf)
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean of values [M] over the pairs of each query, [Q]; 0 without any."""
-        return segment_mean(values, self.sizes)
+        total = segment_sum(values, self.query, self.sizes)
+        return total / self.sizes.clamp(min=1).to(values.dtype)
 
 
 class MinedPairs(NamedTuple):
@@ -66,11 +64,9 @@ def _side(queries: Tensor, keys: Tensor, query: Tensor, key: Tensor, unique: boo
     else:
         place = torch.argsort(query * n_keys + key)
         query, key = query[place], key[place]
-    count = torch.zeros(queries.shape[0], dtype=torch.int64, device=query.device)
-    count.index_add_(0, query, torch.ones_like(query))
     # The gradient of F.embedding is summed in a fixed order, that of an index is not.
     scores = (F.embedding(query, queries) * F.embedding(key, keys)).sum(1)
-    return MinedSide(query, key, scores, count)
+    return MinedSide(query, key, scores, counts_of_sorted(query, queries.shape[0]))
 
 
 def softplus(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from tritonloss.losses.logsumexp_math import multi_similarity_maps, multi_simila
 from tritonloss.losses.mined import MinedPairs, softplus
 from tritonloss.losses.pairwise import PairLoss, PairRule, exponents_of, pair_loss
 from tritonloss.ops.pair_logsumexp import register_logsumexp_function
-from tritonloss.types import Reduction
+from tritonloss.types import ProductMode, Reduction
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -31,6 +31,7 @@ def multi_similarity_loss(
     ref_labels: Tensor | None = None,
     reduction: Reduction = "mean",
     memory_budget: int | None = None,
+    products: ProductMode | None = None,
 ) -> Tensor:
     """The loss of `MultiSimilarityLoss`, which has the equation, the cost and the source, without its module.
 
@@ -39,7 +40,7 @@ def multi_similarity_loss(
         labels: [Q], any integer dtype or bool, in any order. Only equality counts.
         ref_emb, ref_labels: [N, D] and [N], rows to compare with; None for the embeddings themselves.
         reduction: "mean" over all rows, or "none" for the loss of each query, [Q].
-        alpha, beta, base, memory_budget: as for `MultiSimilarityLoss`.
+        alpha, beta, base, memory_budget, products: as for `MultiSimilarityLoss`.
 
     Returns:
         Scalar, or [Q], in the dtype of the embeddings (float32 inside autocast). Computed in float32 or float64.
@@ -49,7 +50,7 @@ def multi_similarity_loss(
         ValueError: alpha or beta not above 0, an unknown reduction, wrong shapes, devices that differ.
     """
     _check_options(alpha, beta, base)
-    rule = _rule(alpha, beta, base, memory_budget)
+    rule = _rule(alpha, beta, base, memory_budget, products)
     return pair_loss("multi_similarity_loss", rule, embeddings, labels, ref_emb, ref_labels, reduction)
 
 
@@ -71,8 +72,8 @@ class MultiSimilarityLoss(PairLoss):
         alpha: scale of the positives, > 0.
         beta: scale of the negatives, > 0.
         base: the similarity around which both are centred.
-        **options: `memory_budget`, `distance`, `reducer`, `embedding_regularizer`, `embedding_reg_weight`, as for
-            `PairLoss`, which also states the cost. No call waits for the device.
+        **options: `memory_budget`, `products`, `distance`, `reducer`, `embedding_regularizer`,
+            `embedding_reg_weight`, as for `PairLoss`, which also states the cost. No call waits for the device.
 
     Raises:
         TypeError, ValueError: as `PairLoss`; an option that is no number, alpha or beta not above 0, a NaN.
@@ -87,14 +88,15 @@ class MultiSimilarityLoss(PairLoss):
         base: float = 0.5,
         *,
         memory_budget: int | None = None,
+        products: ProductMode | None = None,
         **options: Unpack[LossOptions],
     ) -> None:
         _check_options(alpha, beta, base)
-        super().__init__(memory_budget=memory_budget, **options)
+        super().__init__(memory_budget=memory_budget, products=products, **options)
         self.alpha, self.beta, self.base = alpha, beta, base
 
     def rule(self) -> PairRule:
-        return _rule(self.alpha, self.beta, self.base, self.memory_budget)
+        return _rule(self.alpha, self.beta, self.base, self.memory_budget, self.products)
 
     def extra_repr(self) -> str:
         return f"alpha={self.alpha}, beta={self.beta}, base={self.base}"
@@ -105,7 +107,9 @@ def _check_options(alpha: Any, beta: Any, base: Any) -> None:
     check_numbers(base=base)
 
 
-def _rule(alpha: float, beta: float, base: float, memory_budget: int | None) -> PairRule:
+def _rule(
+    alpha: float, beta: float, base: float, memory_budget: int | None, products: ProductMode | None
+) -> PairRule:
     maps = multi_similarity_maps(alpha, beta, base)
     return PairRule(
         exponents_of(maps, "multi_similarity", (float(alpha), float(beta))),
@@ -113,6 +117,7 @@ def _rule(alpha: float, beta: float, base: float, memory_budget: int | None) -> 
         mined=partial(_mined, alpha=alpha, beta=beta, base=base),
         dense=partial(reference.multi_similarity, alpha=alpha, beta=beta, base=base),
         memory_budget=memory_budget,
+        products=products,
     )
 
 

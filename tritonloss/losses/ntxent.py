@@ -21,7 +21,7 @@ from tritonloss.losses.pairwise import (
     temperature_text,
 )
 from tritonloss.ops.pair_logsumexp import register_logsumexp_function
-from tritonloss.types import Reduction
+from tritonloss.types import ProductMode, Reduction
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -37,6 +37,7 @@ def nt_xent_loss(
     reduction: Reduction = "mean",
     max_class_size: int | None = None,
     memory_budget: int | None = None,
+    products: ProductMode | None = None,
 ) -> Tensor:
     """The loss of `NTXentLoss`, which has the equation, the cost and the source, without its module.
 
@@ -45,7 +46,7 @@ def nt_xent_loss(
         labels: [Q], any integer dtype or bool, in any order. Only equality counts.
         ref_emb, ref_labels: [N, D] and [N], rows to compare with; None for the embeddings themselves.
         reduction: "mean", or "none" for the loss of each positive pair, [M], by query, then by key.
-        temperature, max_class_size, memory_budget: as for `NTXentLoss`.
+        temperature, max_class_size, memory_budget, products: as for `NTXentLoss`.
 
     Returns:
         Scalar, or [M], in the dtype of the embeddings (float32 inside autocast). Computed in float32 or float64.
@@ -55,7 +56,7 @@ def nt_xent_loss(
         ValueError: a temperature that is not positive, an unknown reduction, wrong shapes, devices that differ.
     """
     check_temperature(temperature)
-    rule = _rule(temperature, max_class_size, memory_budget)
+    rule = _rule(temperature, max_class_size, memory_budget, products)
     return pair_loss("nt_xent_loss", rule, embeddings, labels, ref_emb, ref_labels, reduction)
 
 
@@ -76,7 +77,7 @@ class NTXentLoss(PairLoss):
     Args:
         temperature: > 0, in units of the cosine; 0.07. A parameter or another floating tensor [] is learned; it must
             stay above 0, and is not read from its device.
-        **options: `max_class_size`, `memory_budget`, `distance`, `reducer`, `embedding_regularizer`,
+        **options: `max_class_size`, `memory_budget`, `products`, `distance`, `reducer`, `embedding_regularizer`,
             `embedding_reg_weight`, as for `PairLoss`, which also states the cost.
 
     Raises:
@@ -92,13 +93,18 @@ class NTXentLoss(PairLoss):
         self.temperature = temperature
 
     def rule(self) -> PairRule:
-        return _rule(self.temperature, self.max_class_size, self.memory_budget)
+        return _rule(self.temperature, self.max_class_size, self.memory_budget, self.products)
 
     def extra_repr(self) -> str:
         return temperature_text(self.temperature)
 
 
-def _rule(temperature: Temperature, max_class_size: int | None, memory_budget: int | None) -> PairRule:
+def _rule(
+    temperature: Temperature,
+    max_class_size: int | None,
+    memory_budget: int | None,
+    products: ProductMode | None,
+) -> PairRule:
     exponents, learnable = softmax_exponents(temperature, "nt_xent")
 
     def mined(pairs: MinedPairs) -> Tensor:
@@ -116,6 +122,7 @@ def _rule(temperature: Temperature, max_class_size: int | None, memory_budget: i
         of_pairs=_of_pairs,
         max_class_size=max_class_size,
         memory_budget=memory_budget,
+        products=products,
     )
 
 

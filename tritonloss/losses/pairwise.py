@@ -19,6 +19,7 @@ from tritonloss.losses.base import (
     check_bounds,
     check_choice,
     check_positive,
+    check_products,
     full_precision,
     output_dtype,
     require_cosine,
@@ -38,6 +39,7 @@ from tritonloss.types import (
     IndicesTuple,
     LossDict,
     PairIndices,
+    ProductMode,
     Reduction,
     TripletIndices,
     accumulation_dtype,
@@ -55,6 +57,7 @@ class PairOptions(LossOptions, total=False):
 
     max_class_size: int | None
     memory_budget: int | None
+    products: ProductMode | None
 
 
 class LossValues(NamedTuple):
@@ -96,6 +99,7 @@ class PairRule:
     needs_negatives: bool = False
     max_class_size: int | None = None
     memory_budget: int | None = None
+    products: ProductMode | None = None
 
 
 class Arguments(NamedTuple):
@@ -122,6 +126,8 @@ class PairLoss(BaseMetricLossFunction):
             sync on CUDA, so that the call can be captured in a CUDA graph; the device asserts it.
         memory_budget: bytes that similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU and a
             sixteenth of the device's memory on CUDA.
+        products: how rows are multiplied, "auto", "ieee" or "split"; default TRITONLOSS_PRODUCTS, else "auto": see
+            `tritonloss.ops.products`. Results of both have the precision of float32.
         **options: `distance` (only plain cosine similarity, ours or pytorch-metric-learning's), `reducer`,
             `embedding_regularizer`, `embedding_reg_weight`, as for `BaseMetricLossFunction`. A reducer other than the
             default one, and `loss_terms`, walk over the similarities once more in the backward pass.
@@ -139,12 +145,15 @@ class PairLoss(BaseMetricLossFunction):
         *,
         max_class_size: int | None = None,
         memory_budget: int | None = None,
+        products: ProductMode | None = None,
         **options: Unpack[LossOptions],
     ) -> None:
-        check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
+        check_products(products)
+        bounds = check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
         super().__init__(**options)
         require_cosine(type(self).__name__, self.distance)
-        self.max_class_size, self.memory_budget = max_class_size, memory_budget
+        self.max_class_size, self.memory_budget = bounds
+        self.products = products
 
     def rule(self) -> PairRule:
         """What this loss makes of its pairs."""
@@ -202,7 +211,9 @@ def pair_loss(
     arguments = Arguments(embeddings, labels, None, ref_emb, ref_labels)
     check_reference(name, arguments)
     check_choice("reduction", reduction, Reduction)
-    check_bounds(max_class_size=rule.max_class_size, memory_budget=rule.memory_budget)
+    check_products(rule.products)
+    size, budget = check_bounds(max_class_size=rule.max_class_size, memory_budget=rule.memory_budget)
+    rule = replace(rule, max_class_size=size, memory_budget=budget)
     with full_precision(embeddings):
         loss = mean_of(rule, arguments) if reduction == "mean" else values_of(rule, arguments).values
     return loss.to(output_dtype(embeddings))
@@ -301,7 +312,7 @@ def streamed(
         # The gradient of the temperature is that of this quotient.
         queries = unit_rows(embeddings)
         queries = queries / rule.temperature.to(queries.dtype)
-    layout = Keys(ranges, order, not is_scaled, True, rule.max_class_size, rule.memory_budget)
+    layout = Keys(ranges, order, not is_scaled, True, rule.max_class_size, rule.memory_budget, rule.products)
     n_positives = count if position is None else count - 1
     return Streamed(queries, keys, layout, n_positives, (count < n_keys).any(), sorted_batch)
 

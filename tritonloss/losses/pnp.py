@@ -13,7 +13,7 @@ from tritonloss import reference
 from tritonloss.losses.base import check_choice, check_numbers, check_positive, refuse
 from tritonloss.losses.ranking import RankedLoss, RankingLoss, RankingOptions, cosine_ranking, loss_of_ranks
 from tritonloss.ops import PairGradients, Pairs, register_query_function
-from tritonloss.types import LossDict, PairIndices, PNPVariant, Reduction, TripletIndices
+from tritonloss.types import LossDict, PairIndices, PNPVariant, ProductMode, Reduction, TripletIndices
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -30,6 +30,7 @@ def pnp_loss(
     reduction: Reduction = "mean",
     max_class_size: int | None = None,
     memory_budget: int | None = None,
+    products: ProductMode | None = None,
 ) -> Tensor:
     """The loss of `PNPLoss`, which has the equation, the cost and the source, without its module.
 
@@ -37,7 +38,7 @@ def pnp_loss(
         embeddings: [N, D], any floating dtype; normalised here.
         labels: [N], any integer dtype or bool, in any order. Only equality counts.
         reduction: "mean", or "none" for the loss of each query, [N], 0 for a query without another positive.
-        b, alpha, anneal, variant, max_class_size, memory_budget: as for `PNPLoss`.
+        b, alpha, anneal, variant, max_class_size, memory_budget, products: as for `PNPLoss`.
 
     Returns:
         Scalar, or [N], in the dtype of the embeddings (float32 inside autocast). Computed in float32 or float64.
@@ -47,7 +48,7 @@ def pnp_loss(
         ValueError: an option out of range, as for `PNPLoss`; an unknown reduction, wrong shapes, devices that differ.
     """
     _check_options(b, alpha, anneal, variant)
-    ranked = _ranked(b, alpha, anneal, variant, max_class_size, memory_budget)
+    ranked = _ranked(b, alpha, anneal, variant, max_class_size, memory_budget, products)
     return loss_of_ranks(embeddings, labels, ranked, reduction)
 
 
@@ -77,8 +78,8 @@ class PNPLoss(RankingLoss):
             a smaller alpha, a smaller batch or a larger anneal.
         anneal: temperature of the sigmoid, > 0, in units of the cosine; 0.01 in the paper.
         variant: see the table.
-        **options: `distance`, `embedding_regularizer`, `embedding_reg_weight`, `max_class_size`, `memory_budget`, as
-            for `RankingLoss`, which also states the cost.
+        **options: `distance`, `embedding_regularizer`, `embedding_reg_weight`, `max_class_size`, `memory_budget`,
+            `products`, as for `RankingLoss`, which also states the cost.
 
     Raises:
         TypeError: another distance, an option that is no number or int.
@@ -112,7 +113,8 @@ class PNPLoss(RankingLoss):
         self.temperature = value
 
     def ranked(self) -> RankedLoss:
-        return _ranked(self.b, self.alpha, self.anneal, self.variant, self.max_class_size, self.memory_budget)
+        bounds = self.max_class_size, self.memory_budget
+        return _ranked(self.b, self.alpha, self.anneal, self.variant, *bounds, self.products)
 
     def mean(
         self, embeddings: Tensor, labels: Tensor, indices_tuple: PairIndices | TripletIndices | None
@@ -134,13 +136,14 @@ def _ranked(
     variant: PNPVariant,
     max_class_size: int | None,
     memory_budget: int | None,
+    products: ProductMode | None,
 ) -> RankedLoss:
     dense = partial(reference.pnp, b=b, alpha=alpha, anneal=anneal, variant=variant)
     return RankedLoss(
         f"pnp {variant}",
         (b, alpha),
         dense,
-        cosine_ranking(anneal, max_class_size, memory_budget),
+        cosine_ranking(anneal, max_class_size, memory_budget, products),
         per_pair=True,
     )
 

@@ -24,6 +24,7 @@ from tritonloss.losses.base import (
     check_embeddings,
     check_labels,
     check_numbers,
+    check_products,
     full_precision,
     output_dtype,
     refuse,
@@ -36,6 +37,7 @@ from tritonloss.types import (
     IndicesTuple,
     LossDict,
     PairIndices,
+    ProductMode,
     TripletIndices,
     accumulation_dtype,
     upcast,
@@ -53,6 +55,7 @@ def proxy_anchor_loss(
     distance: Distance | None = None,
     check_label_range: bool = True,
     memory_budget: int | None = None,
+    products: ProductMode | None = None,
 ) -> Tensor:
     """Draw every proxy to the embeddings of its class and away from all others (`ProxyAnchorLoss` without its module).
 
@@ -76,6 +79,8 @@ def proxy_anchor_loss(
             class, and no call waits for the device.
         memory_budget: bytes that similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU and a
             sixteenth of the device's memory on CUDA.
+        products: how rows are multiplied, "auto", "ieee" or "split"; default TRITONLOSS_PRODUCTS, else "auto": see
+            `tritonloss.ops.products`. Results of both have the precision of float32.
 
     Returns:
         Scalar, in the dtype of the embeddings (float32 inside autocast). Computed in float32 or float64. 0 without
@@ -99,10 +104,11 @@ def proxy_anchor_loss(
     if weights is not None:
         check_weights(weights, embeddings)
     check_numbers(margin=margin, alpha=alpha)
-    check_bounds(memory_budget=memory_budget)
+    check_products(products)
+    (memory_budget,) = check_bounds(memory_budget=memory_budget)
     distance = CosineSimilarity() if distance is None else check_distance(distance)
     rows = match_proxies(embeddings, proxies)
-    repulsion = repulsion_of(margin, alpha, distance, memory_budget)
+    repulsion = repulsion_of(margin, alpha, distance, memory_budget, products)
     with full_precision(embeddings):
         loss = mean_over_proxies(rows, labels, proxies, weights, repulsion, check_label_range)
     return loss.to(output_dtype(embeddings))
@@ -124,8 +130,8 @@ class ProxyAnchorLoss(BaseProxyLoss):
     Args:
         num_classes: C.
         embedding_size: D.
-        margin, alpha, check_label_range, memory_budget: as for `proxy_anchor_loss`, which has the equations, the cost
-            and the source.
+        margin, alpha, check_label_range, memory_budget, products: as for `proxy_anchor_loss`, which has the equations,
+            the cost and the source.
         weight_regularizer, weight_reg_weight, weight_init_func, **options: as for `BaseProxyLoss`. Default distance:
             `CosineSimilarity`; reducer: `DivisorReducer`; initialisation: `kaiming_normal_(mode="fan_out")`.
 
@@ -147,11 +153,13 @@ class ProxyAnchorLoss(BaseProxyLoss):
         weight_init_func: Callable[[Tensor], object] | None = None,
         check_label_range: bool = True,
         memory_budget: int | None = None,
+        products: ProductMode | None = None,
         **options: Any,
     ) -> None:
-        check_count("num_classes", num_classes)
+        num_classes = check_count("num_classes", num_classes)
         check_numbers(margin=margin, alpha=alpha)
-        check_bounds(memory_budget=memory_budget)
+        check_products(products)
+        (memory_budget,) = check_bounds(memory_budget=memory_budget)
         super().__init__(
             num_classes,
             embedding_size,
@@ -161,7 +169,7 @@ class ProxyAnchorLoss(BaseProxyLoss):
             **options,
         )
         self.num_classes, self.margin, self.alpha = num_classes, margin, alpha
-        self.check_label_range, self.memory_budget = check_label_range, memory_budget
+        self.check_label_range, self.memory_budget, self.products = check_label_range, memory_budget, products
 
     def default_weight_init(self, weight: Tensor) -> None:
         nn.init.kaiming_normal_(weight, mode="fan_out")
@@ -215,7 +223,7 @@ class ProxyAnchorLoss(BaseProxyLoss):
         labels = require_labels("ProxyAnchorLoss", labels)
         refuse("ProxyAnchorLoss", ref_emb=ref_emb, ref_labels=ref_labels)
         weights = None if indices is None else weights_of_rows(indices, embeddings)
-        repulsion = repulsion_of(self.margin, self.alpha, self.distance, self.memory_budget)
+        repulsion = repulsion_of(self.margin, self.alpha, self.distance, self.memory_budget, self.products)
         return labels, self.weight, weights, repulsion, self.check_label_range
 
     def extra_repr(self) -> str:
@@ -231,11 +239,17 @@ class ProxyAnchorSums(NamedTuple):
     n_present: Tensor
 
 
-def repulsion_of(margin: float, alpha: float, distance: Distance, memory_budget: int | None) -> Repulsion:
+def repulsion_of(
+    margin: float,
+    alpha: float,
+    distance: Distance,
+    memory_budget: int | None,
+    products: ProductMode | None = None,
+) -> Repulsion:
     """The options of the primitive: cosine and dot product are products of rows."""
     cosine = is_cosine(distance)
     called = None if cosine or is_dot_product(distance) else distance
-    return Repulsion(alpha, margin, cosine, cosine, called, memory_budget)
+    return Repulsion(alpha, margin, cosine, cosine, called, memory_budget, products)
 
 
 def proxy_anchor_sums(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -18,13 +19,14 @@ from tritonloss.losses.base import (
     check_embeddings,
     check_labels,
     check_positive,
+    check_products,
     full_precision,
     mean_of_queries,
     output_dtype,
     require_cosine,
 )
 from tritonloss.ops import Pairs, QueryFunction, Ranking, rank_total, rank_values
-from tritonloss.types import PairIndices, Reduction, TripletIndices, accumulation_dtype, upcast
+from tritonloss.types import PairIndices, ProductMode, Reduction, TripletIndices, accumulation_dtype, upcast
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -35,6 +37,7 @@ class RankingOptions(LossOptions, total=False):
 
     max_class_size: int | None
     memory_budget: int | None
+    products: ProductMode | None
 
 
 class RankedLoss(NamedTuple):
@@ -69,6 +72,8 @@ class RankingLoss(PerQueryLoss):
             be captured in a CUDA graph; the device asserts it.
         memory_budget: bytes that similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU and a
             sixteenth of the device's memory on CUDA.
+        products: how rows are multiplied, "auto", "ieee" or "split"; default TRITONLOSS_PRODUCTS, else "auto": see
+            `tritonloss.ops.products`. Results of both have the precision of float32.
         **options: `distance` (only plain cosine similarity, ours or pytorch-metric-learning's), `reducer`,
             `embedding_regularizer`, `embedding_reg_weight`, as for `BaseMetricLossFunction`. A reducer other than
             `MeanReducer`, and `loss_terms`, compute the ranks once more in the backward pass, cost one more host sync
@@ -94,14 +99,17 @@ class RankingLoss(PerQueryLoss):
         *,
         max_class_size: int | None = None,
         memory_budget: int | None = None,
+        products: ProductMode | None = None,
         **options: Unpack[LossOptions],
     ) -> None:
         check_positive(temperature=temperature)
-        check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
+        check_products(products)
+        bounds = check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
         super().__init__(**options)
         require_cosine(type(self).__name__, self.distance)
         self.temperature = temperature
-        self.max_class_size, self.memory_budget = max_class_size, memory_budget
+        self.max_class_size, self.memory_budget = bounds
+        self.products = products
 
     def of_pairs(self, pairs: Pairs) -> Any:
         """The loss of each query [q], of the `tritonloss.ops.Pairs` of q queries; 0 for a query without a pair.
@@ -119,7 +127,12 @@ class RankingLoss(PerQueryLoss):
     def ranked(self) -> RankedLoss:
         """What this loss makes of the ranks."""
         ranking = cosine_ranking(
-            self.temperature, self.max_class_size, self.memory_budget, self.surrogate, self.positive_ranks
+            self.temperature,
+            self.max_class_size,
+            self.memory_budget,
+            self.products,
+            self.surrogate,
+            self.positive_ranks,
         )
         return RankedLoss(self.of_pairs, (), self.dense, ranking)
 
@@ -141,11 +154,21 @@ def cosine_ranking(
     temperature: float,
     max_class_size: int | None,
     memory_budget: int | None,
+    products: ProductMode | None,
     surrogate: str = "sigmoid",
     positive_ranks: bool = False,
 ) -> Ranking:
     """The options of the primitive for cosines."""
-    return Ranking(surrogate, temperature, positive_ranks, max_class_size, 1, memory_budget, normalize=True)
+    return Ranking(
+        surrogate,
+        temperature,
+        positive_ranks,
+        max_class_size,
+        1,
+        memory_budget,
+        normalize=True,
+        products=products,
+    )
 
 
 def loss_of_ranks(
@@ -158,7 +181,11 @@ def loss_of_ranks(
     check_embeddings(embeddings, "embeddings")
     check_labels(labels, embeddings, "labels")
     check_choice("reduction", reduction, Reduction)
-    check_bounds(max_class_size=ranked.ranking.max_class_size, memory_budget=ranked.ranking.memory_budget)
+    check_products(ranked.ranking.products)
+    size, budget = ranked.ranking.max_class_size, ranked.ranking.memory_budget
+    size, budget = check_bounds(max_class_size=size, memory_budget=budget)
+    ranking = replace(ranked.ranking, max_class_size=size, memory_budget=budget)
+    ranked = ranked._replace(ranking=ranking)
     with full_precision(embeddings):
         if reduction == "none":
             loss, _ = ranked_values(embeddings, labels, ranked)

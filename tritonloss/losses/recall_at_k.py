@@ -13,7 +13,7 @@ from tritonloss import reference
 from tritonloss.losses.base import check_count, check_positive
 from tritonloss.losses.ranking import RankedLoss, RankingLoss, RankingOptions, cosine_ranking, loss_of_ranks
 from tritonloss.ops import PairGradients, Pairs, register_query_function
-from tritonloss.types import Reduction
+from tritonloss.types import ProductMode, Reduction
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -29,6 +29,7 @@ def recall_at_k_loss(
     reduction: Reduction = "mean",
     max_class_size: int | None = None,
     memory_budget: int | None = None,
+    products: ProductMode | None = None,
 ) -> Tensor:
     """The loss of `RecallAtKLoss`, which has the equation, the cost and the source, without its module.
 
@@ -36,7 +37,7 @@ def recall_at_k_loss(
         embeddings: [N, D], any floating dtype; normalised here.
         labels: [N], any integer dtype or bool, in any order. Only equality counts.
         reduction: "mean", or "none" for the loss of each query, [N], 0 for a query without another positive.
-        ks, rank_temperature, temperature, max_class_size, memory_budget: as for `RecallAtKLoss`.
+        ks, rank_temperature, temperature, max_class_size, memory_budget, products: as for `RecallAtKLoss`.
 
     Returns:
         Scalar, or [N], in the dtype of the embeddings (float32 inside autocast). Computed in float32 or float64.
@@ -48,7 +49,7 @@ def recall_at_k_loss(
     """
     check_positive(temperature=temperature)
     widths = _checked(ks, rank_temperature)
-    ranked = _ranked(tuple(ks), widths, temperature, max_class_size, memory_budget)
+    ranked = _ranked(tuple(ks), widths, temperature, max_class_size, memory_budget, products)
     return loss_of_ranks(embeddings, labels, ranked, reduction)
 
 
@@ -74,7 +75,7 @@ class RecallAtKLoss(RankingLoss):
         ks: the numbers of neighbours, each at least 1.
         rank_temperature: t_k, in units of ranks, > 0: one for all k, or one for each.
         temperature: of G, > 0, in units of the cosine.
-        **options: `max_class_size`, `memory_budget`, `distance`, `reducer`, `embedding_regularizer` and
+        **options: `max_class_size`, `memory_budget`, `products`, `distance`, `reducer`, `embedding_regularizer` and
             `embedding_reg_weight`, as for `RankingLoss`, which also states the cost, what an `indices_tuple` does, and
             the errors.
 
@@ -97,7 +98,12 @@ class RecallAtKLoss(RankingLoss):
 
     def ranked(self) -> RankedLoss:
         return _ranked(
-            self.ks, self.rank_temperature, self.temperature, self.max_class_size, self.memory_budget
+            self.ks,
+            self.rank_temperature,
+            self.temperature,
+            self.max_class_size,
+            self.memory_budget,
+            self.products,
         )
 
     def extra_repr(self) -> str:
@@ -126,8 +132,9 @@ def _ranked(
     temperature: float,
     max_class_size: int | None,
     memory_budget: int | None,
+    products: ProductMode | None,
 ) -> RankedLoss:
-    ranking = cosine_ranking(temperature, max_class_size, memory_budget, positive_ranks=True)
+    ranking = cosine_ranking(temperature, max_class_size, memory_budget, products, positive_ranks=True)
     dense = partial(reference.recall_at_k, ks=ks, rank_temperature=widths, temperature=temperature)
     return RankedLoss("recall_at_k", (*map(float, ks), *widths), dense, ranking)
 

@@ -56,15 +56,22 @@ class ScoreMemory(nn.Module):
         update: MemoryUpdate,
     ) -> None:
         super().__init__()
-        check_count("num_classes", num_classes)
-        check_interpolation(memory_size, grid, None if isinstance(score_range, str) else score_range)
+        self.num_classes = check_count("num_classes", num_classes)
+        is_auto = isinstance(score_range, str) and score_range == "auto"
+        phi = check_interpolation(memory_size, grid, None if is_auto else score_range)
         check_choice("v_init", v_init, MemoryInit)
         check_choice("update", update, MemoryUpdate)
         check_numbers(beta=beta)
         if not 0 < beta <= 1:
             raise ValueError(f"beta is {beta}: expected a number above 0 and at most 1")
-        self.num_classes, self.memory_size, self.beta = int(num_classes), int(memory_size), beta
-        self.score_range, self.grid, self.v_init, self.update = score_range, grid, v_init, update
+        self.memory_size, self.beta, self.grid, self.v_init, self.update = (
+            phi.size,
+            beta,
+            grid,
+            v_init,
+            update,
+        )
+        self.score_range: ScoreRange | Literal["auto"] = "auto" if is_auto else phi.score_range
         self.register_buffer("v", torch.empty(self.num_classes, self.memory_size, dtype=torch.float32))
         self.register_buffer("visits", torch.empty(self.num_classes, dtype=torch.int64))
         self.reset_parameters()
@@ -140,8 +147,8 @@ class ScoreMemory(nn.Module):
         if self.update == "last":
             seen = torch.cumsum(is_fresh, 0)
             is_fresh = is_fresh & (seen == seen[torch.cumsum(length, 0)[run] - 1])
-        n_fresh = segment_sum(is_fresh.to(phi.dtype), length)
-        total = segment_sum(torch.where(is_fresh[:, None], phi, 0), length)
+        n_fresh = segment_sum(is_fresh.to(phi.dtype), run, length)
+        total = segment_sum(torch.where(is_fresh[:, None], phi, 0), run, length)
         return (total / n_fresh.clamp(min=1)[:, None])[run], (n_fresh > 0)[run]
 
     def _apply(self, fn: Any, recurse: bool = True) -> ScoreMemory:
@@ -201,6 +208,7 @@ def _quantiles(
     grid: str,
     score_range: Sequence[float],
     budget: int,
+    products: str,
     panels: Panels | None = None,
 ) -> Tensor:
     """phi of the positive scores of queries first .. last - 1, [q, size]; 0 where there are none."""
@@ -211,7 +219,7 @@ def _quantiles(
         panels = Panels.of(start, count, n_keys, like.itemsize * (5 if masks else 1), budget, bound)
     phi = Interpolation(size, grid, (score_range[0], score_range[1]) if score_range else None)  # type: ignore[arg-type]
     result = like.new_zeros(last - first, size)
-    for rows, scores in positive_scores(queries, masks, order, panels, normalize, first, last):
+    for rows, scores in positive_scores(queries, masks, order, panels, normalize, first, last, products):
         if scores.shape[1]:
             lists = scores.sort(1).values
             begin = torch.arange(0, lists.numel(), lists.shape[1], device=lists.device)
@@ -225,7 +233,8 @@ def _quantiles(
 score_quantiles = Operator(
     "score_quantiles",
     "(Tensor queries, Tensor[] masks, Tensor? order, Tensor start, Tensor count, Tensor n_positives, bool normalize, "
-    "SymInt first, SymInt last, int max_class_size, int size, str grid, float[] score_range, int budget) -> Tensor",
+    "SymInt first, SymInt last, int max_class_size, int size, str grid, float[] score_range, int budget, "
+    "str products) -> Tensor",
     _quantiles,
     lambda queries, masks, order, start, count, n_positives, normalize, first, last, bound, size, *_: (
         queries.new_empty(last - first, size, dtype=accumulation_dtype(queries.dtype))

@@ -1,7 +1,7 @@
 """The semi-variance of the scores: positives below their mean and negatives above theirs."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,12 @@ from tritonloss.losses.base import (
     check_choice,
     check_embeddings,
     check_labels,
+    check_products,
     full_precision,
     output_dtype,
 )
-from tritonloss.ops import Deviation, Panels, SemiVariance, semi_variance_total
-from tritonloss.types import upcast
+from tritonloss.ops import Deviation, Panels, SemiVariance, negative_targets, semi_variance_total
+from tritonloss.types import ProductMode, upcast
 
 Normalize: TypeAlias = Literal["count_all", "selected"]
 
@@ -35,7 +36,7 @@ class SemiVarianceRegularizer(nn.Module):
 
     `regularizer(embeddings, labels)` takes embeddings [N, D] of any floating dtype, normalised here, and labels [N]:
     h is the cosine similarity, every row a query, itself never its positive. `regularizer(scores, targets)` takes
-    scores [B] with targets [B], or [B, C] with targets [B, C] (each column a query), above 0 where positive.
+    scores [B] with targets [B], or [B, C] with targets [B, C] (each column is a query), above 0 where positive.
     `regularizer(scores, positives=..., negatives=...)` takes scores [Q, N] and two bool masks [Q, N].
 
     Args:
@@ -47,6 +48,8 @@ class SemiVarianceRegularizer(nn.Module):
         max_class_size: a bound of the class sizes in place of the one host sync of the first form.
         memory_budget: bytes that similarities may take at a time; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU
             and a sixteenth of the device's memory on CUDA.
+        products: how rows are multiplied, "auto", "ieee" or "split"; default TRITONLOSS_PRODUCTS, else "auto": see
+            `tritonloss.ops.products`. Results of both have the precision of float32.
 
     Returns:
         Scalar in the dtype of the input (float32 inside autocast), 0 where no query has a positive and a negative.
@@ -69,15 +72,30 @@ class SemiVarianceRegularizer(nn.Module):
         detach_mean: bool = False,
         max_class_size: int | None = None,
         memory_budget: int | None = None,
+        products: ProductMode | None = None,
     ) -> None:
         super().__init__()
         if len(weights) != 2 or not all(weight >= 0 for weight in weights):
             raise ValueError(f"weights must be two numbers of at least 0, got {tuple(weights)}")
         check_choice("normalize", normalize, Normalize)
-        check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
+        check_products(products)
+        self.max_class_size, self.memory_budget = check_bounds(
+            max_class_size=max_class_size, memory_budget=memory_budget
+        )
+        self.products = products
         self.weights = (float(weights[0]), float(weights[1]))
         self.normalize, self.detach_mean = normalize, detach_mean
-        self.max_class_size, self.memory_budget = max_class_size, memory_budget
+
+    if TYPE_CHECKING:
+
+        def __call__(
+            self,
+            inputs: Tensor,
+            labels: Tensor | None = None,
+            *,
+            positives: Tensor | None = None,
+            negatives: Tensor | None = None,
+        ) -> Tensor: ...
 
     def forward(
         self,
@@ -108,7 +126,8 @@ class SemiVarianceRegularizer(nn.Module):
         self, embeddings: Tensor, layout: ClassLayout, count: Tensor, panels: Panels | None
     ) -> Tensor:
         """The same for a layout that is known; count: [N], 0 for a row that is no query. panels: of these ranges."""
-        deviation = Deviation(self.max_class_size, self.memory_budget, True, layout.order, self.detach_mean)
+        bounds = self.max_class_size, self.memory_budget
+        deviation = Deviation(*bounds, True, layout.order, self.detach_mean, self.products)
         return semi_variance_total(
             embeddings,
             layout.start,
@@ -145,13 +164,26 @@ class SemiVarianceRegularizer(nn.Module):
 
 
 def is_embeddings(inputs: Any, labels: Any) -> bool:
-    """Whether the call is (embeddings [N, D], labels [N])."""
-    tensors = isinstance(inputs, Tensor) and isinstance(labels, Tensor)
-    return tensors and labels.ndim == 1 and inputs.ndim == 2
+    """Whether the call is (embeddings [N, D], labels [N]); an error for (scores [B, 1], targets [B])."""
+    if not (
+        isinstance(inputs, Tensor) and isinstance(labels, Tensor) and (inputs.ndim, labels.ndim) == (2, 1)
+    ):
+        return False
+    if inputs.shape[1] == 1:
+        raise ValueError(
+            f"expected scores [B] with targets [B], or [B, 1] with [B, 1], got {list(inputs.shape)} with "
+            f"{list(labels.shape)}: take scores.squeeze(1)"
+        )
+    return True
 
 
-def score_matrix(scores: Any, targets: Any, positives: Any, negatives: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores [Q, N] in float32 or float64, positives and negatives [Q, N] bool, of any of the forms with scores."""
+def score_matrix(
+    scores: Any, targets: Any, positives: Any, negatives: Any, *, check: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores [Q, N] in float32 or float64, positives and negatives [Q, N] bool, of any of the forms with scores.
+
+    check: refuse targets that are NaN, at the cost of a host sync; otherwise they are neither.
+    """
     if not isinstance(scores, Tensor) or not scores.is_floating_point():
         raise TypeError(f"scores must be a floating tensor, got {getattr(scores, 'dtype', type(scores))}")
     if targets is None:
@@ -167,10 +199,12 @@ def score_matrix(scores: Any, targets: Any, positives: Any, negatives: Any) -> t
         )
     if targets.device != scores.device:
         raise ValueError(f"targets must be on {scores.device} like the scores, got {targets.device}")
-    is_positive = targets > 0
+    is_positive, is_negative = targets > 0, targets <= 0
+    if targets.is_floating_point():
+        is_negative = negative_targets(targets, check=check)
     if scores.ndim == 1:
-        return upcast(scores)[None], is_positive[None], ~is_positive[None]
-    return upcast(scores).T, is_positive.T, ~is_positive.T
+        return upcast(scores)[None], is_positive[None], is_negative[None]
+    return upcast(scores).T, is_positive.T, is_negative.T
 
 
 def _masked_matrix(scores: Tensor, positives: Any, negatives: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ from tritonloss import reference
 from tritonloss.losses.base import check_positive, fraction
 from tritonloss.losses.ranking import RankedLoss, RankingLoss, cosine_ranking, loss_of_ranks
 from tritonloss.ops import PairGradients, Pairs, register_query_function
-from tritonloss.types import Reduction
+from tritonloss.types import ProductMode, Reduction
 
 
 def smooth_ap_loss(
@@ -22,6 +22,7 @@ def smooth_ap_loss(
     reduction: Reduction = "mean",
     max_class_size: int | None = None,
     memory_budget: int | None = None,
+    products: ProductMode | None = None,
 ) -> Tensor:
     """The loss of `SmoothAPLoss`, which has the equation, the cost and the source, without its module.
 
@@ -29,7 +30,7 @@ def smooth_ap_loss(
         embeddings: [N, D], any floating dtype; normalised here.
         labels: [N], any integer dtype or bool, in any order. Only equality counts.
         reduction: "mean", or "none" for the loss of each query, [N], 0 for a query without another positive.
-        temperature, max_class_size, memory_budget: as for `SmoothAPLoss`.
+        temperature, max_class_size, memory_budget, products: as for `SmoothAPLoss`.
 
     Returns:
         Scalar, or [N], in the dtype of the embeddings (float32 inside autocast). Computed in float32 or float64.
@@ -41,7 +42,8 @@ def smooth_ap_loss(
             that differ.
     """
     check_positive(temperature=temperature)
-    return loss_of_ranks(embeddings, labels, _ranked(temperature, max_class_size, memory_budget), reduction)
+    ranked = _ranked(temperature, max_class_size, memory_budget, products)
+    return loss_of_ranks(embeddings, labels, ranked, reduction)
 
 
 class SmoothAPLoss(RankingLoss):
@@ -61,7 +63,7 @@ class SmoothAPLoss(RankingLoss):
 
     Args:
         temperature: of the sigmoid, > 0, in units of the cosine; 0.01 in the paper.
-        **options: `max_class_size`, `memory_budget`, `distance`, `reducer`, `embedding_regularizer` and
+        **options: `max_class_size`, `memory_budget`, `products`, `distance`, `reducer`, `embedding_regularizer` and
             `embedding_reg_weight`, as for `RankingLoss`, which also states the cost, what an `indices_tuple` does, and
             the errors.
 
@@ -72,11 +74,13 @@ class SmoothAPLoss(RankingLoss):
     term_name = "ap_loss"
 
     def ranked(self) -> RankedLoss:
-        return _ranked(self.temperature, self.max_class_size, self.memory_budget)
+        return _ranked(self.temperature, self.max_class_size, self.memory_budget, self.products)
 
 
-def _ranked(temperature: float, max_class_size: int | None, memory_budget: int | None) -> RankedLoss:
-    ranking = cosine_ranking(temperature, max_class_size, memory_budget, positive_ranks=True)
+def _ranked(
+    temperature: float, max_class_size: int | None, memory_budget: int | None, products: ProductMode | None
+) -> RankedLoss:
+    ranking = cosine_ranking(temperature, max_class_size, memory_budget, products, positive_ranks=True)
     dense = partial(reference.smooth_ap, temperature=temperature)
     return RankedLoss("smooth_ap", (), dense, ranking, per_pair=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from tritonloss.backends import selected_backend
 from tritonloss.layout import ClassLayout
 from tritonloss.losses.base import (
     check_arguments,
+    check_bounds,
     check_choice,
     check_embeddings,
     check_labels,
@@ -48,7 +49,7 @@ from tritonloss.ops import (
 )
 from tritonloss.ops.shares import own_share
 from tritonloss.ops.streaming import budget_bytes
-from tritonloss.types import IndicesTuple, LossDict, accumulation_dtype, upcast
+from tritonloss.types import IndicesTuple, LossDict, ProductMode, accumulation_dtype, upcast
 
 
 def soprc_loss(
@@ -64,6 +65,7 @@ def soprc_loss(
     average: Average = "macro",
     max_class_size: int | None = None,
     memory_budget: int | None = None,
+    products: ProductMode | None = None,
 ) -> Tensor:
     """The SOPRC loss of embeddings with labels for a given memory (`SOPRCLoss` without its state and Eq. 9).
 
@@ -74,7 +76,7 @@ def soprc_loss(
         labels: [N] integer, in 0 .. C - 1: the row of the memory.
         memory: [C, V], the remembered scores v of each class; constant.
         prior: the number pi, or one for each class [C], between 0 and 1; or "batch", n_+ / (n_+ + n_-) of the query.
-        tau1, tau2, tpr_offset, tpr_grad, average, max_class_size, memory_budget: as for `SOPRCLoss`.
+        tau1, tau2, tpr_offset, tpr_grad, average, max_class_size, memory_budget, products: as for `SOPRCLoss`.
 
     Returns:
         Scalar in the dtype of the embeddings (float32 inside autocast); 0 where no query has a positive and a negative.
@@ -88,7 +90,7 @@ def soprc_loss(
     options = Options(tau1, tau2, tpr_offset, tpr_grad, average)
     with full_precision(embeddings):
         classes = class_labels(labels, memory.shape[0])
-        queries = Queries.of_embeddings(embeddings, classes, max_class_size, memory_budget)
+        queries = Queries.of_embeddings(embeddings, classes, max_class_size, memory_budget, products)
         loss = queries.loss(queries.rows_of(memory), prior_of_queries(prior, queries), options)
     return loss.to(output_dtype(embeddings))
 
@@ -152,9 +154,11 @@ class SOPRCLoss(ScoreMemory):
             0 .. num_classes - 1. Each row is a query, its positives are the other rows of its class, h is the cosine
             similarity, and v belongs to the class.
         `criterion(scores, targets)`: binary classification, scores [B] of any floating dtype, targets [B], above 0
-            where positive, num_classes 1: one query. Or multi-label, [B, C] each and num_classes C: a query a column.
-        `criterion(scores, positives=mask, negatives=mask, classes=...)`: scores [Q, N] and bool masks [Q, N], a query
-            a row; classes [Q] says whose v it uses and may be left out where num_classes is 1 or Q.
+            where positive, num_classes 1: one query. Or multi-label, [B, C] each, num_classes C: one query per column.
+            Logits [B, C] of a classifier with class indices [B] would be taken for embeddings with labels: give
+            `torch.nn.functional.one_hot(labels, C)` as targets.
+        `criterion(scores, positives=mask, negatives=mask, classes=...)`: scores [Q, N] and bool masks [Q, N], one query
+            per row; classes [Q] says whose v it uses and may be left out where num_classes is 1 or Q.
 
     The memory: in training mode each call first computes phi of the positive scores (Algorithm 2), moves the rows of
     the classes that it meets, v <- (1 - beta) v + beta phi (Eq. 10), and then uses them (Eq. 11). In eval mode, or
@@ -185,13 +189,18 @@ class SOPRCLoss(ScoreMemory):
             positives down, by up to 1 / (2 tau2), wherever a remembered score is near.
         use_memory: without it, v is the phi of the query in this call (rows 1 and 2 of Table 2), and no state is kept.
         average: "macro", of the queries' means; "micro", of all pairs (Eq. 8 has one query).
-        w_var: weight of Eq. 9; 0 leaves it out (row 3 of Table 2).
+        w_var: weight of Eq. 9; 0 leaves it out (row 3 of Table 2). None is 1 for embeddings and 0 for scores: Eq. 9 is
+            quadratic in the scale of the scores, and assumes a fixed range such as [-1, 1]. Of logits, whose scale is
+            free, it would outweigh the loss; give a weight for cosines or probabilities.
         var_weights, var_normalize, var_detach_mean: of Eq. 9, see `SemiVarianceRegularizer`.
         max_class_size: a bound of the class sizes of a batch of embeddings in place of the host sync, as for `PNPLoss`.
         check_label_range: compare labels with num_classes, one host sync on CUDA; without it, a row whose label is out
-            of range is no query, and a negative of all others.
+            of range is no query, and a negative of all others. The same for targets that are NaN: an error, and
+            without the check neither positive nor negative.
         memory_budget: bytes that similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU and a
             sixteenth of the device's memory on CUDA.
+        products: how rows are multiplied, "auto", "ieee" or "split"; default TRITONLOSS_PRODUCTS, else "auto": see
+            `tritonloss.ops.products`. Results of both have the precision of float32.
 
     Cost: with embeddings, time O(N^2 D + sum over classes of n^2 (N - n + V)), n the size of a class: one walk over
     panels of the similarity matrix gives value and gradient of the loss, another one those of Eq. 9. Memory
@@ -227,21 +236,26 @@ class SOPRCLoss(ScoreMemory):
         tpr_grad: bool = False,
         use_memory: bool = True,
         average: Average = "macro",
-        w_var: float = 1,
+        w_var: float | None = None,
         var_weights: Sequence[float] = (1.0, 5.0),
         var_normalize: Normalize = "count_all",
         var_detach_mean: bool = False,
         max_class_size: int | None = None,
         check_label_range: bool = True,
         memory_budget: int | None = None,
+        products: ProductMode | None = None,
     ) -> None:
-        check_numbers(w_var=w_var)
-        if not w_var >= 0:
-            raise ValueError(f"w_var is {w_var}: expected at least 0")
+        if w_var is not None:
+            check_numbers(w_var=w_var)
+            if not w_var >= 0:
+                raise ValueError(f"w_var is {w_var}: expected at least 0, or None")
         super().__init__(num_classes, memory_size, beta, score_range, grid, v_init, update)
         self.options = Options(tau1, tau2, tpr_offset, tpr_grad, average)
         self.use_memory, self.w_var = use_memory, w_var
-        self.max_class_size, self.memory_budget = max_class_size, memory_budget
+        self.max_class_size, self.memory_budget = check_bounds(
+            max_class_size=max_class_size, memory_budget=memory_budget
+        )
+        self.products = products
         self.check_label_range = check_label_range
         self.semi_variance = SemiVarianceRegularizer(
             var_weights,
@@ -249,6 +263,7 @@ class SOPRCLoss(ScoreMemory):
             detach_mean=var_detach_mean,
             max_class_size=max_class_size,
             memory_budget=memory_budget,
+            products=products,
         )
         self._given_prior = class_prior(prior, self.num_classes)
         # On the device of the other buffers, which may be the meta device.
@@ -284,6 +299,22 @@ class SOPRCLoss(ScoreMemory):
         prior = getattr(self, "prior", None)
         if prior is not None:
             prior.copy_(self._given_prior)
+
+    if TYPE_CHECKING:
+
+        def __call__(
+            self,
+            inputs: Tensor,
+            labels: Tensor | None = None,
+            indices_tuple: IndicesTuple | None = None,
+            ref_emb: Tensor | None = None,
+            ref_labels: Tensor | None = None,
+            *,
+            positives: Tensor | None = None,
+            negatives: Tensor | None = None,
+            classes: Tensor | None = None,
+            update: bool = True,
+        ) -> Tensor: ...
 
     def forward(
         self,
@@ -337,7 +368,7 @@ class SOPRCLoss(ScoreMemory):
             assert labels is not None
             with full_precision(inputs):
                 return self._terms_of_embeddings(inputs, labels, update)
-        matrix = score_matrix(inputs, labels, positives, negatives)
+        matrix = score_matrix(inputs, labels, positives, negatives, check=self.check_label_range)
         if labels is not None:
             self._check_form(matrix[0], classes)
         with full_precision(inputs):
@@ -360,9 +391,11 @@ class SOPRCLoss(ScoreMemory):
         classes = class_labels(labels, self.num_classes, check=self.check_label_range)
         # Half rows get the sum of two gradients: it is rounded once.
         embeddings = upcast(embeddings)
-        queries = Queries.of_embeddings(embeddings, classes, self.max_class_size, self.memory_budget)
+        bounds = self.max_class_size, self.memory_budget
+        queries = Queries.of_embeddings(embeddings, classes, *bounds, self.products)
         terms, commit = self._loss_term(queries, (-1.0, 1.0), update)
-        if self.w_var:
+        w_var = 1 if self.w_var is None else self.w_var
+        if w_var:
             if queries.layout is None:
                 penalty = self.semi_variance.of_scores(*queries.matrix)
             else:
@@ -371,7 +404,7 @@ class SOPRCLoss(ScoreMemory):
                 penalty = self.semi_variance.of_layout(
                     embeddings, queries.layout, queries.layout.query_count, panels
                 )
-            terms["semi_variance_loss"] = {"losses": self.w_var * penalty, "indices": None}
+            terms["semi_variance_loss"] = {"losses": w_var * penalty, "indices": None}
         commit()
         return terms
 
@@ -382,7 +415,7 @@ class SOPRCLoss(ScoreMemory):
         terms, commit = self._loss_term(
             Queries.of_scores(matrix, of_queries, self.memory_budget), None, update
         )
-        if self.w_var:
+        if self.w_var:  # None: 0
             penalty = self.semi_variance.of_scores(*matrix)
             terms["semi_variance_loss"] = {"losses": self.w_var * penalty, "indices": None}
         commit()
@@ -432,13 +465,19 @@ class Queries:
     layout: ClassLayout | None
     max_class_size: int | None
     memory_budget: int | None
+    products: ProductMode | None = None
     panels: Panels | None = None
 
     @classmethod
     def of_embeddings(
-        cls, embeddings: Tensor, classes: Tensor, max_class_size: int | None, memory_budget: int | None
+        cls,
+        embeddings: Tensor,
+        classes: Tensor,
+        max_class_size: int | None,
+        memory_budget: int | None,
+        products: ProductMode | None,
     ) -> Queries:
-        """Every row a query, its positives the other rows of its class."""
+        """Every row is a query, its positives the other rows of its class."""
         if selected_backend() == "reference":
             return cls.of_scores(reference.similarity(upcast(embeddings), classes), classes, memory_budget)
         layout = ClassLayout.from_labels(classes)
@@ -448,7 +487,7 @@ class Queries:
         n_negatives = classes.shape[0] - layout.count
         return cls(
             embeddings, (), layout.start, count, (count - 1).clamp(min=0), n_negatives, in_order, layout,
-            max_class_size, memory_budget,
+            max_class_size, memory_budget, products,
         )._with_panels()  # fmt: skip
 
     @classmethod
@@ -514,6 +553,7 @@ class Queries:
             grid,
             list(score_range or ()),
             budget_bytes(self.inputs.device, self.memory_budget),
+            self.products or "",
         )
         part = (
             score_quantiles(*arguments) if self.panels is None else score_quantiles(*arguments, self.panels)
@@ -546,6 +586,7 @@ class Queries:
             options.tau1,
             max_class_size=self.max_class_size,
             memory_budget=self.memory_budget,
+            products=self.products,
             normalize=order is not None,
         )
         return rank_total(
@@ -612,7 +653,7 @@ def classes_of_queries(classes: Any, scores: Tensor, num_classes: int) -> Tensor
             )
         if classes.shape != (n_queries,) or classes.device != scores.device:
             raise ValueError(
-                f"classes must have shape [{n_queries}] on {scores.device}, one a row of scores, "
+                f"classes must have shape [{n_queries}] on {scores.device}, one per row of scores, "
                 f"got {list(classes.shape)} on {classes.device}"
             )
         return class_labels(classes, num_classes)

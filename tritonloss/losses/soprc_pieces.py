@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonloss.losses.base import check_choice, check_count, check_numbers
-from tritonloss.types import upcast
+from tritonloss.types import upcast, widest
 
 Grid: TypeAlias = Literal["midpoint", "left", "authors", "linear"]
 MemoryUpdate: TypeAlias = Literal["mean", "last"]
@@ -54,7 +54,7 @@ def interpolate_scores(
 
     Source: Wen et al., NeurIPS 2022 (arXiv 2209.13262), Algorithm 2, read so that it agrees with the authors' code.
     """
-    check_interpolation(size, grid, score_range)
+    phi = check_interpolation(size, grid, score_range)
     if not scores.shape[-1:] or scores.shape[-1] < 1:
         raise ValueError(f"scores must have shape [..., n] with n of at least 1, got {list(scores.shape)}")
     lists = upcast(scores.detach()).flatten(0, -2) if scores.ndim > 1 else upcast(scores.detach())[None]
@@ -63,9 +63,14 @@ def interpolate_scores(
         lists.sort(1).values.flatten(),
         torch.cumsum(n, 0) - n,
         n,
-        Interpolation(size, grid, score_range),
+        phi,
     )
-    return entries.reshape(*scores.shape[:-1], size)
+    return entries.reshape(*scores.shape[:-1], phi.size)
+
+
+def _wide(class_counts: Sequence[int] | Tensor) -> Tensor:
+    counts = class_counts if isinstance(class_counts, Tensor) else torch.tensor(class_counts, device="cpu")
+    return counts.to(widest(torch.float32, counts.device))
 
 
 def exact_prior(class_counts: Sequence[int] | Tensor, *, retrieval: bool = True) -> Tensor:
@@ -74,7 +79,7 @@ def exact_prior(class_counts: Sequence[int] | Tensor, *, retrieval: bool = True)
     class_counts: [C], how many examples of each class the data set has, >= 1. retrieval: the query is an example
     itself, (n_c - 1) / (N - 1), at least 1 / (N - 1); without it n_c / N. Eq. 1's pi.
     """
-    counts = torch.as_tensor(class_counts).to(torch.float64)
+    counts = _wide(class_counts)
     if retrieval:
         return ((counts - 1).clamp(min=1) / (counts.sum() - 1)).float()
     return (counts / counts.sum()).float()
@@ -86,7 +91,7 @@ def scaled_prior(class_counts: Sequence[int] | Tensor, *, prior_max: float = 0.1
     class_counts: [C], how many examples of each class the data set has. The authors' prior_max is 0.1 for iNaturalist
     and VehicleID and 0.01 for SOP.
     """
-    counts = torch.as_tensor(class_counts).to(torch.float64)
+    counts = _wide(class_counts)
     return (prior_max * counts / counts.max()).float()
 
 
@@ -167,11 +172,16 @@ def class_prior(prior: Any, num_classes: int) -> Tensor | None:
     return values.expand(num_classes).clone()
 
 
-def check_interpolation(size: Any, grid: Any, score_range: Any) -> None:
-    check_count("memory_size", size)
+def check_interpolation(size: Any, grid: Any, score_range: Any) -> Interpolation:
+    """phi with its options as plain numbers; a range may be a tuple, a list, an array or a tensor."""
+    size = check_count("memory_size", size)
     check_choice("grid", grid, Grid)
-    if score_range is not None:
-        if not isinstance(score_range, (tuple, list)) or len(score_range) != 2:
-            raise ValueError(f"score_range must be None or (smallest, largest), got {score_range!r}")
-        if not score_range[0] < score_range[1]:
-            raise ValueError(f"score_range is {score_range}: expected the smallest score first")
+    if score_range is None:
+        return Interpolation(size, grid, None)
+    try:
+        low, high = (float(value) for value in score_range)
+    except (TypeError, ValueError) as error:  # not two, or no numbers
+        raise ValueError(f"score_range must be None or (smallest, largest), got {score_range!r}") from error
+    if not low < high:
+        raise ValueError(f"score_range is {(low, high)}: expected the smallest score first")
+    return Interpolation(size, grid, (low, high))

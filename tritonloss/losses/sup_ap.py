@@ -13,7 +13,7 @@ from tritonloss.backends.surrogates import upper_step
 from tritonloss.losses.base import check_numbers, check_positive, fraction
 from tritonloss.losses.ranking import RankedLoss, RankingLoss, RankingOptions, cosine_ranking, loss_of_ranks
 from tritonloss.ops import PairGradients, Pairs, register_query_function
-from tritonloss.types import Reduction
+from tritonloss.types import ProductMode, Reduction
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -31,6 +31,7 @@ def sup_ap_loss(
     reduction: Reduction = "mean",
     max_class_size: int | None = None,
     memory_budget: int | None = None,
+    products: ProductMode | None = None,
 ) -> Tensor:
     """The loss of `SupAPLoss`, which has the equation, the cost and the source, without its module.
 
@@ -38,7 +39,7 @@ def sup_ap_loss(
         embeddings: [N, D], any floating dtype; normalised here.
         labels: [N], any integer dtype or bool, in any order. Only equality counts.
         reduction: "mean", or "none" for the loss of each query, [N], 0 for a query without another positive.
-        temperature, rho, delta, start, offset, max_class_size, memory_budget: as for `SupAPLoss`.
+        temperature, rho, delta, start, offset, max_class_size, memory_budget, products: as for `SupAPLoss`.
 
     Returns:
         Scalar, or [N], in the dtype of the embeddings (float32 inside autocast). Computed in float32 or float64.
@@ -49,7 +50,7 @@ def sup_ap_loss(
     """
     check_positive(temperature=temperature)
     _check_options(rho, delta, start, offset)
-    ranked = _ranked(temperature, rho, delta, start, offset, max_class_size, memory_budget)
+    ranked = _ranked(temperature, rho, delta, start, offset, max_class_size, memory_budget, products)
     return loss_of_ranks(embeddings, labels, ranked, reduction)
 
 
@@ -77,7 +78,7 @@ class SupAPLoss(RankingLoss):
         delta: where the line begins, >= 0, in units of the cosine.
         start: what is added to the sigmoid above 0, >= 0. 0.5 lets g begin at 1.
         offset: g at delta, >= 0. None for start + sigmoid(delta / temperature), which makes g continuous there.
-        **options: `max_class_size`, `memory_budget`, `distance`, `reducer`, `embedding_regularizer` and
+        **options: `max_class_size`, `memory_budget`, `products`, `distance`, `reducer`, `embedding_regularizer` and
             `embedding_reg_weight`, as for `RankingLoss`, which also states the cost, what an `indices_tuple` does, and
             the errors. Classes of any size take the direct loop.
 
@@ -109,6 +110,7 @@ class SupAPLoss(RankingLoss):
             self.offset,
             self.max_class_size,
             self.memory_budget,
+            self.products,
         )
 
     def extra_repr(self) -> str:
@@ -134,12 +136,13 @@ def _ranked(
     offset: float | None,
     max_class_size: int | None,
     memory_budget: int | None,
+    products: ProductMode | None,
 ) -> RankedLoss:
     surrogate = upper_step(delta / temperature, rho * temperature, start, offset)
     dense = partial(
         reference.sup_ap, temperature=temperature, rho=rho, delta=delta, start=start, offset=offset
     )
-    ranking = cosine_ranking(temperature, max_class_size, memory_budget, surrogate)
+    ranking = cosine_ranking(temperature, max_class_size, memory_budget, products, surrogate)
     return RankedLoss("sup_ap", (), dense, ranking, per_pair=True)
 
 

@@ -25,7 +25,7 @@ from tritonloss.losses.pairwise import (
 )
 from tritonloss.ops.pair_logsumexp import register_logsumexp_function
 from tritonloss.reducers import AvgNonZeroReducer
-from tritonloss.types import Reduction
+from tritonloss.types import ProductMode, Reduction
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -41,6 +41,7 @@ def sup_con_loss(
     reduction: Reduction = "mean",
     max_class_size: int | None = None,
     memory_budget: int | None = None,
+    products: ProductMode | None = None,
 ) -> Tensor:
     """The loss of `SupConLoss`, which has the equation, the cost and the source, without its module.
 
@@ -49,7 +50,7 @@ def sup_con_loss(
         labels: [Q], any integer dtype or bool, in any order. Only equality counts.
         ref_emb, ref_labels: [N, D] and [N], rows to compare with; None for the embeddings themselves.
         reduction: "mean" over the losses above 0, or "none" for the loss of each query, [Q], 0 without a positive.
-        temperature, max_class_size, memory_budget: as for `SupConLoss`.
+        temperature, max_class_size, memory_budget, products: as for `SupConLoss`.
 
     Returns:
         Scalar, or [Q], in the dtype of the embeddings (float32 inside autocast). Computed in float32 or float64.
@@ -59,7 +60,7 @@ def sup_con_loss(
         ValueError: a temperature that is not positive, an unknown reduction, wrong shapes, devices that differ.
     """
     check_temperature(temperature)
-    rule = _rule(temperature, max_class_size, memory_budget)
+    rule = _rule(temperature, max_class_size, memory_budget, products)
     return pair_loss("sup_con_loss", rule, embeddings, labels, ref_emb, ref_labels, reduction)
 
 
@@ -81,7 +82,7 @@ class SupConLoss(PairLoss):
     Args:
         temperature: > 0, in units of the cosine; 0.1. A parameter or another floating tensor [] is learned; it must
             stay above 0, and is not read from its device.
-        **options: `max_class_size`, `memory_budget`, `distance`, `reducer`, `embedding_regularizer`,
+        **options: `max_class_size`, `memory_budget`, `products`, `distance`, `reducer`, `embedding_regularizer`,
             `embedding_reg_weight`, as for `PairLoss`, which also states the cost.
 
     Raises:
@@ -99,13 +100,18 @@ class SupConLoss(PairLoss):
         return AvgNonZeroReducer()
 
     def rule(self) -> PairRule:
-        return _rule(self.temperature, self.max_class_size, self.memory_budget)
+        return _rule(self.temperature, self.max_class_size, self.memory_budget, self.products)
 
     def extra_repr(self) -> str:
         return temperature_text(self.temperature)
 
 
-def _rule(temperature: Temperature, max_class_size: int | None, memory_budget: int | None) -> PairRule:
+def _rule(
+    temperature: Temperature,
+    max_class_size: int | None,
+    memory_budget: int | None,
+    products: ProductMode | None,
+) -> PairRule:
     exponents, learnable = softmax_exponents(temperature, "sup_con")
     return PairRule(
         exponents,
@@ -116,6 +122,7 @@ def _rule(temperature: Temperature, max_class_size: int | None, memory_budget: i
         needs_negatives=True,
         max_class_size=max_class_size,
         memory_budget=memory_budget,
+        products=products,
     )
 
 

@@ -22,13 +22,14 @@ from tritonloss.losses.base import (
     check_bounds,
     check_choice,
     check_numbers,
+    check_products,
     full_precision,
     output_dtype,
 )
 from tritonloss.losses.pairwise import Arguments, check_reference
 from tritonloss.ops import PairGradients, Pairs, Ranking, counted_total, rank_values, register_query_function
 from tritonloss.reducers import AvgNonZeroReducer
-from tritonloss.types import IndicesTuple, LossDict, PairIndices, TripletIndices, upcast
+from tritonloss.types import IndicesTuple, LossDict, PairIndices, ProductMode, TripletIndices, upcast
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -52,6 +53,7 @@ def triplet_margin_loss(
     reduction: TripletReduction = "mean_nonzero",
     max_class_size: int | None = None,
     memory_budget: int | None = None,
+    products: ProductMode | None = None,
 ) -> Tensor:
     """The loss of `TripletMarginLoss`, which has the equation, the cost and the source, without its module.
 
@@ -61,7 +63,7 @@ def triplet_margin_loss(
         ref_emb, ref_labels: [N, D] and [N], the rows to compare with; None for the embeddings themselves.
         reduction: "mean_nonzero" over the triplets whose loss is above 0, as the module; "mean" over all triplets;
             "sum"; or "none" for the sum over the triplets of each query, [Q].
-        margin, smooth_loss, triplets, distance, max_class_size, memory_budget: as for `TripletMarginLoss`.
+        margin, smooth_loss, triplets, distance, max_class_size, memory_budget, products: as for `TripletMarginLoss`.
 
     Returns:
         Scalar, or [Q], in the dtype of the embeddings (float32 inside autocast). Computed in float32 or float64.
@@ -75,10 +77,11 @@ def triplet_margin_loss(
     arguments = Arguments(embeddings, labels, None, ref_emb, ref_labels)
     check_reference("triplet_margin_loss", arguments)
     check_choice("reduction", reduction, TripletReduction)
-    check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
+    check_products(products)
+    max_class_size, memory_budget = check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
     _check_options(margin, smooth_loss, triplets)
     scores = scores_of("triplet_margin_loss", LpDistance() if distance is None else distance)
-    rule = Rule(scores, margin, smooth_loss, triplets, max_class_size, memory_budget)
+    rule = Rule(scores, margin, smooth_loss, triplets, max_class_size, memory_budget, products)
     with full_precision(embeddings):
         loss = per_query(rule, arguments) if reduction == "none" else reduced(rule, arguments, reduction)
     return loss.to(output_dtype(embeddings))
@@ -117,6 +120,8 @@ class TripletMarginLoss(BaseMetricLossFunction):
         max_class_size: a bound of the class sizes. It replaces the call's one host sync on CUDA.
         memory_budget: bytes that distances may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU and a
             sixteenth of the device's memory on CUDA.
+        products: how rows are multiplied, "auto", "ieee" or "split"; default TRITONLOSS_PRODUCTS, else "auto": see
+            `tritonloss.ops.products`. Results of both have the precision of float32.
         **options: `distance` (`LpDistance` of normalised rows with p = 2 and power 1 or 2, `CosineSimilarity` or
             `DotProductSimilarity`, ours or pytorch-metric-learning's), `reducer`, `embedding_regularizer`,
             `embedding_reg_weight`, as for `BaseMetricLossFunction`.
@@ -146,6 +151,7 @@ class TripletMarginLoss(BaseMetricLossFunction):
         triplets: Triplets = "all",
         max_class_size: int | None = None,
         memory_budget: int | None = None,
+        products: ProductMode | None = None,
         **options: Unpack[LossOptions],
     ) -> None:
         if swap:
@@ -157,11 +163,14 @@ class TripletMarginLoss(BaseMetricLossFunction):
                 f"triplets_per_anchor is {triplets_per_anchor!r}: expected 'all', which costs no more than some of them"
             )
         _check_options(margin, smooth_loss, triplets)
-        check_bounds(max_class_size=max_class_size, memory_budget=memory_budget)
+        check_products(products)
+        max_class_size, memory_budget = check_bounds(
+            max_class_size=max_class_size, memory_budget=memory_budget
+        )
         super().__init__(**options)
         scores_of("TripletMarginLoss", self.distance)
         self.margin, self.smooth_loss, self.triplets = margin, smooth_loss, triplets
-        self.max_class_size, self.memory_budget = max_class_size, memory_budget
+        self.max_class_size, self.memory_budget, self.products = max_class_size, memory_budget, products
 
     def default_distance(self) -> Distance:
         return LpDistance()
@@ -173,7 +182,13 @@ class TripletMarginLoss(BaseMetricLossFunction):
         """What this loss makes of its triplets."""
         scores = scores_of("TripletMarginLoss", self.distance)
         return Rule(
-            scores, self.margin, self.smooth_loss, self.triplets, self.max_class_size, self.memory_budget
+            scores,
+            self.margin,
+            self.smooth_loss,
+            self.triplets,
+            self.max_class_size,
+            self.memory_budget,
+            self.products,
         )
 
     def checked(self, arguments: Arguments) -> Arguments:
@@ -246,6 +261,7 @@ class Rule:
     triplets: Triplets
     max_class_size: int | None
     memory_budget: int | None
+    products: ProductMode | None
 
     @property
     def ranking(self) -> Ranking:
@@ -255,6 +271,7 @@ class Rule:
             self.scores.unit,
             max_class_size=self.max_class_size,
             memory_budget=self.memory_budget,
+            products=self.products,
             normalize=self.scores.normalize,
             distance=self.scores.kind,
         )

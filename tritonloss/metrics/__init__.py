@@ -20,6 +20,7 @@ from tritonloss.metrics import measures
 from tritonloss.metrics.processes import Share
 from tritonloss.metrics.progress import Report, check_progress, reporting
 from tritonloss.metrics.ranking import Ranking
+from tritonloss.types import check_count
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -305,7 +306,7 @@ def ndcg(
     """
     if k is None:
         return _one("ndcg", queries, query_labels, gallery, gallery_labels, options)
-    return _one(f"ndcg_at_{_checked_k(k, 'k')}", queries, query_labels, gallery, gallery_labels, options)
+    return _one(f"ndcg_at_{check_count('k', k)}", queries, query_labels, gallery, gallery_labels, options)
 
 
 def _one(
@@ -331,19 +332,11 @@ def _at(
 ) -> Tensor:
     """One value for an int, one more dimension for a sequence."""
     if not isinstance(ks, Sequence):
-        name = f"{kind}_at_{_checked_k(ks, 'ks')}"
+        name = f"{kind}_at_{check_count('ks', ks)}"
         return _one(name, queries, query_labels, gallery, gallery_labels, options)
-    names = [f"{kind}_at_{_checked_k(k, 'ks')}" for k in ks]
+    names = [f"{kind}_at_{check_count('ks', k)}" for k in ks]
     result = retrieval_metrics(queries, query_labels, gallery, gallery_labels, metrics=names, **options)
     return torch.stack([result.values[name] for name in names], -1)
-
-
-def _checked_k(k: Any, name: str) -> int:
-    if isinstance(k, bool) or not isinstance(k, int):
-        raise TypeError(f"{name} must be an integer or integers, got {k!r}")
-    if k < 1:
-        raise ValueError(f"{name} is {k}: expected at least 1")
-    return k
 
 
 if not TYPE_CHECKING:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonloss.metrics.ranking import Relevant
+from tritonloss.types import widest
 
 # A metric of the places and of k, for each query: [rows] float64.
 Formula = Callable[[Relevant, int], Tensor]
@@ -22,8 +23,8 @@ class Measure(NamedTuple):
 
 
 def real(values: Tensor) -> Tensor:
-    """In float64, or in float32 on a device that has none."""
-    return values.to(torch.float32 if values.device.type == "mps" else torch.float64)
+    """In float64, or in float32 on a device that may have none."""
+    return values.to(widest(torch.float32, values.device))
 
 
 def within(relevant: Relevant, k: int | Tensor) -> Tensor:

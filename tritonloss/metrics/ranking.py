@@ -196,6 +196,8 @@ def check_rows(rows: Any, name: str) -> None:
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {rows.dtype}")
     if rows.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got layout {rows.layout}")
+    if rows.device.type == "meta":
+        raise ValueError(f"{name} must have numbers, got a tensor on the meta device")
     if rows.ndim != 2 or 0 in rows.shape:
         raise ValueError(f"{name} must have shape [N, D], at least [1, 1], got {list(rows.shape)}")
 

@@ -1,6 +1,6 @@
 """The streamed primitives, and the passes that losses are made of."""
 
-from tritonloss.ops.class_labels import class_labels
+from tritonloss.ops.class_labels import class_labels, negative_targets
 from tritonloss.ops.library import Operator
 from tritonloss.ops.memory_rank import memory_rank
 from tritonloss.ops.pair_logsumexp import (
@@ -76,6 +76,7 @@ __all__ = [
     "logsumexp_total",
     "logsumexp_values",
     "memory_rank",
+    "negative_targets",
     "of_histograms",
     "pair_histogram",
     "pair_logsumexp",

@@ -1,4 +1,4 @@
-"""`class_labels`: labels that are the indices of proxies, checked against their number."""
+"""Labels and targets checked on the device: class indices against their number, targets for NaN."""
 
 from typing import cast
 
@@ -36,4 +36,29 @@ _class_labels = Operator(
     "(Tensor labels, SymInt num_classes, bool check) -> Tensor",
     _run,
     lambda labels, num_classes, check: torch.empty_like(labels, dtype=torch.int64),
+)
+
+
+def negative_targets(targets: Tensor, *, check: bool = True) -> Tensor:
+    """Where floating targets of any shape are at most 0, bool.
+
+    With `check` a NaN raises ValueError, at the cost of one host sync; without it a NaN is no negative.
+    """
+    return cast(Tensor, _negative_targets(targets, check))
+
+
+def _run_targets(targets: Tensor, check: bool) -> Tensor:
+    if check and bool(targets.isnan().any()):
+        raise ValueError(
+            "targets must be numbers, got NaN: leave out what is unknown with positives=(targets > 0).T and "
+            "negatives=(targets <= 0).T for scores.T, one row for each class"
+        )
+    return targets <= 0
+
+
+_negative_targets = Operator(
+    "negative_targets",
+    "(Tensor targets, bool check) -> Tensor",
+    _run_targets,
+    lambda targets, check: torch.empty_like(targets, dtype=torch.bool),
 )

@@ -15,8 +15,8 @@ class EuclideanScores:
 
     def __init__(self, products: Products, unit: float, height: int, need: bool) -> None:
         self.products, self.unit, self.need = products, unit, need
-        columns = products.columns
-        self.slope = empty_scores(height if need else 0, columns.shape[0], columns)
+        self.scratch = products.scratch
+        self.slope = empty_scores(height if need else 0, self.scratch.shape[1], self.scratch)
 
     def scores(self, rows: slice) -> Tensor:
         """[rows, N], in memory that the next panel takes."""

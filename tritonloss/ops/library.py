@@ -165,7 +165,7 @@ def kept_for(kept: Any) -> dict[str, Any]:
 def _like(tensor: Tensor | None, needed: bool) -> Tensor:
     """A gradient without data, for the fakes."""
     if tensor is None:
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")  # whatever the default device is
     dtype = accumulation_dtype(tensor.dtype)
     if not needed:
         return tensor.new_empty(0, dtype=dtype)

@@ -13,7 +13,7 @@ from tritonloss.ops.library import Inputs, Pass, attach
 from tritonloss.ops.shares import Share, own_share
 from tritonloss.ops.sources import PanelRows, Products, Rows
 from tritonloss.ops.streaming import Panels, budget_bytes, rows_per_block
-from tritonloss.types import accumulation_dtype
+from tritonloss.types import ProductMode, accumulation_dtype
 
 EXPONENT_MAPS = ("linear", "circle")
 
@@ -58,6 +58,7 @@ class Keys:
     speak of; None for the order that is given.
     normalize_queries, normalize_keys: divide each row by its Euclidean norm (by 1e-12 if that is larger) in the pass.
     max_class_size: a bound of the positives of a query, which replaces a host sync where their scores are needed.
+    products: how rows are multiplied, see `tritonloss.ops.products`; None for TRITONLOSS_PRODUCTS, else "auto".
     """
 
     ranges: Tensor
@@ -66,6 +67,7 @@ class Keys:
     normalize_keys: bool = False
     max_class_size: int | None = None
     memory_budget: int | None = None
+    products: ProductMode | None = None
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,7 @@ def _options(queries: Tensor, layout: Keys, exponents: Exponents, own: slice) ->
         own.stop,
         budget_bytes(queries.device, layout.memory_budget),
         selected_backend(),
+        layout.products or "",
     )
 
 
@@ -317,6 +320,7 @@ def _run(
     last: int,
     budget: int,
     backend: str,
+    products: str,
 ) -> tuple[Tensor, ...]:
     """The values of queries first .. last - 1 as `function` gives them; without one, both sums and positive scores.
 
@@ -334,7 +338,7 @@ def _run(
         left, right = Rows(queries, order, normalize_queries), None
     else:
         left, right = PanelRows(queries, dtype, normalize_queries), Rows(keys, order, normalize_keys)
-    source = Products(left, right, 1.0, panels.height, own, needs)
+    source = Products(left, right, 1.0, panels.height, own, needs, products, backend)
     like = source.columns
     sink = _Values(function, numbers, given, n_queries, like) if function else _Sums(ranges, given, like)
     positive, negative = like.new_full((2, n_queries), -torch.inf).unbind()
@@ -410,7 +414,7 @@ logsumexp_pass = Pass(
     "pair_logsumexp",
     "Tensor? order, Tensor ranges, str exponent_map, float[] maps, str function, float[] numbers, bool needs_scores, "
     "bool normalize_queries, bool normalize_keys, int max_class_size, SymInt first, SymInt last, int budget, "
-    "str backend",
+    "str backend, str products",
     _run,
     _fake,
     n_results=3,

@@ -14,7 +14,7 @@ from tritonloss.ops.library import Inputs, OutsideGraph, Pass, attach, kept_for
 from tritonloss.ops.shares import own_share
 from tritonloss.ops.sources import Called, PanelRows, Products, Rows, checked
 from tritonloss.ops.streaming import budget_bytes, rows_per_block
-from tritonloss.types import accumulation_dtype
+from tritonloss.types import ProductMode, accumulation_dtype
 
 
 class ProxyLogSumExp(NamedTuple):
@@ -36,6 +36,7 @@ def proxy_logsumexp(
     distance: Distance | None = None,
     check_label_range: bool = True,
     memory_budget: int | None = None,
+    products: ProductMode | None = None,
 ) -> ProxyLogSumExp:
     """Two log-sum-exps for every proxy p, s_xp = embeddings[x] . proxies[p] its similarity to embedding x:
 
@@ -60,6 +61,8 @@ def proxy_logsumexp(
             0 .. C - 1 is of no proxy's class.
         memory_budget: what the similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU, a
             sixteenth of the device on CUDA.
+        products: how rows are multiplied, "auto", "ieee" or "split", see `tritonloss.ops.products`; default
+            TRITONLOSS_PRODUCTS, else "auto".
 
     Returns:
         ProxyLogSumExp(positive [C], negative [C]) in the dtype of the embeddings; differentiable once, in embeddings
@@ -74,7 +77,7 @@ def proxy_logsumexp(
     if distance is not None and normalize_proxies:
         raise ValueError("normalize_proxies is for the dot product: expected False with a distance, got True")
     classes = class_labels(labels, proxies.shape[0], check=check_label_range)
-    repulsion = Repulsion(alpha, margin, False, normalize_proxies, distance, memory_budget)
+    repulsion = Repulsion(alpha, margin, False, normalize_proxies, distance, memory_budget, products)
     return proxy_sums(embeddings, proxies, classes, weights, repulsion)
 
 
@@ -91,6 +94,7 @@ class Repulsion:
     normalize_proxies: bool = False
     distance: Distance | None = None
     memory_budget: int | None = None
+    products: ProductMode | None = None
 
     def options(
         self, embeddings: Tensor, own: slice, classes: Tensor, weights: Tensor | None
@@ -114,6 +118,7 @@ class Repulsion:
             own.stop,
             budget_bytes(embeddings.device, self.memory_budget),
             selected_backend(),
+            self.products or "",
         )
         return options if self.distance is None else (*options, self.distance)
 
@@ -173,6 +178,7 @@ def _run(
     last: int,
     budget: int,
     backend: str,
+    products: str,
     distance: Distance | None = None,
 ) -> tuple[Tensor, ...]:
     """positive and negative of the proxies first .. last - 1.
@@ -188,7 +194,8 @@ def _run(
     source: Products | Called
     if distance is None:
         rows = PanelRows(proxies, offsets.dtype, normalize_proxies)
-        source = Products(rows, Rows(embeddings, None, normalize_embeddings), alpha, size, own, needs)
+        keys = Rows(embeddings, None, normalize_embeddings)
+        source = Products(rows, keys, alpha, size, own, needs, products, backend)
     else:
         factor = alpha if distance.is_inverted else -alpha
         source = Called(inputs, _distances(distance, own, offsets.dtype, factor), needs)
@@ -226,7 +233,7 @@ def _fake(inputs: Inputs, given: Sequence[Tensor], classes: Tensor, offsets: Ten
 _logsumexp = Pass(
     "proxy_logsumexp",
     "Tensor classes, Tensor offsets, float alpha, bool normalize_embeddings, bool normalize_proxies, SymInt first, "
-    "SymInt last, int budget, str backend",
+    "SymInt last, int budget, str backend, str products",
     _run,
     _fake,
     n_results=2,

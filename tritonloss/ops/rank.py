@@ -8,12 +8,14 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from tritonloss.backends import backend_module, eager_terms, large_classes, surrogates
+from tritonloss.backends import backend_module, eager, eager_terms, large_classes, surrogates
 from tritonloss.layout import Positives
 from tritonloss.ops.euclidean import EuclideanScores
 from tritonloss.ops.library import Inputs, Pass, kept_for
+from tritonloss.ops.products import resolve_mode
+from tritonloss.ops.products import scores as scores_of
 from tritonloss.ops.sources import Products, Rows, SortedMatrix
-from tritonloss.ops.streaming import Panels
+from tritonloss.ops.streaming import Panels, empty_scores
 from tritonloss.types import accumulation_dtype
 
 
@@ -263,6 +265,7 @@ def _run(
     last: int,
     budget: int,
     backend: str,
+    products: str,
     panels: Panels | None = None,
 ) -> tuple[Tensor, ...]:
     """The values of queries first .. last - 1 as `function` gives them; without one, ranks, scores and positive ranks
@@ -295,16 +298,14 @@ def _run(
     source: Products | SortedMatrix | EuclideanScores
     if masks:
         source = SortedMatrix(queries, masks, temperature, panels.height, own, need)
-        like = source.scratch
     else:
         rows = Rows(queries, order, normalize)
         others = None if keys is None else Rows(keys, None, normalize)
+        scale = 1.0 if distance == "euclidean" else 1 / temperature
+        source = Products(rows, others, scale, panels.height, own, needs, products, backend)
         if distance == "euclidean":
-            products = Products(rows, others, 1, panels.height, own, needs)
-            source = EuclideanScores(products, temperature, panels.height, need)
-        else:
-            source = Products(rows, others, 1 / temperature, panels.height, own, needs)
-        like = rows.values
+            source = EuclideanScores(source, temperature, panels.height, need)
+    like = source.scratch
     sink: _Values | _FlatPairs
     if function:
         sink = _Values(function, numbers, given, like)
@@ -371,7 +372,9 @@ def _run(
         kept = None  # before the next panel has its own
         source.add(panel, grad)
     # No tensor twice; of an absent input what the fake has.
-    nothing = (torch.empty(0) if tensor is None else like.new_empty(0) for tensor in (queries, keys))
+    nothing = (
+        torch.empty(0, device="cpu") if tensor is None else like.new_empty(0) for tensor in (queries, keys)
+    )
     found = zip(source.gradients(), nothing, needs, strict=True)
     return *sink.results(), *(grad if need else other for grad, other, need in found)
 
@@ -411,8 +414,7 @@ rank_pass = Pass(
     "rank",
     "Tensor[] masks, Tensor? order, Tensor start, Tensor count, Tensor[] constants, str function, float[] numbers, "
     "str surrogate, float temperature, bool positive_ranks, bool normalize, str distance, int max_class_size, "
-    "float score_limit, "
-    "SymInt first, SymInt last, int budget, str backend",
+    "float score_limit, SymInt first, SymInt last, int budget, str backend, str products",
     _run,
     _fake,
     n_results=3,
@@ -427,6 +429,7 @@ def positive_scores(
     normalize: bool,
     first: int,
     last: int,
+    products: str,
 ) -> Iterator[tuple[slice, Tensor]]:
     """The scores of the positives of queries first .. last - 1, a panel at a time: [q, P], +inf where there is none.
 
@@ -439,13 +442,16 @@ def positive_scores(
             scores = matrix.scores(rows)[:, : positives.width]
             yield rows, positives.only_pairs(scores, torch.inf)
         return
-    values = Rows(queries, order, normalize).values
-    n_keys = values.shape[0]
+    rows_of = Rows(queries, order, normalize)
+    # A pass of factors over so few scores needs no kernel.
+    rows_of.prepare(queries.dtype, resolve_mode(products or None, queries.dtype, queries.device), eager)
+    like, n_keys = queries.new_empty(0, dtype=accumulation_dtype(queries.dtype)), queries.shape[0]
     for rows, positives in panels:
         begin, end = first + rows.start, first + rows.stop
         # Rows are sorted by class: no positive is farther away than the largest class is wide.
         low, high = max(0, begin - positives.width + 1), min(n_keys, end + positives.width - 1)
-        scores = torch.mm(values[begin:end], values[low:high].T)
+        scores = empty_scores(end - begin, high - low, like)
+        scores_of(*rows_of.panel(slice(begin, end)), rows_of.operand, 1.0, scores, slice(low, high))
         query = torch.arange(begin, end, device=scores.device)[:, None]
         own_scores = scores.gather(1, (positives.columns - low).clamp_(min=0, max=high - low - 1))
         own_scores = own_scores.masked_fill(positives.columns == query, torch.inf)

@@ -12,7 +12,7 @@ from tritonloss.ops.library import Inputs, Pass, attach
 from tritonloss.ops.shares import own_share
 from tritonloss.ops.sources import Products, Rows
 from tritonloss.ops.streaming import Panel, Panels, budget_bytes
-from tritonloss.types import accumulation_dtype
+from tritonloss.types import ProductMode, accumulation_dtype
 
 
 class SemiVariance(NamedTuple):
@@ -32,6 +32,7 @@ class Deviation:
     normalize: divide each row by its Euclidean norm (by 1e-12 if that is larger) within the pass.
     order: [N] int64, the original row of each row that the ranges speak of; None for the order that is given.
     detach_mean: take the means, which are the levels where none are given, as constants.
+    products: how rows are multiplied, see `tritonloss.ops.products`; None for TRITONLOSS_PRODUCTS, else "auto".
     """
 
     max_class_size: int | None = None
@@ -39,6 +40,7 @@ class Deviation:
     normalize: bool = False
     order: Tensor | None = None
     detach_mean: bool = False
+    products: ProductMode | None = None
 
     def options(
         self, rows: Tensor, start: Tensor, count: Tensor, own: slice, panels: Panels | None
@@ -54,6 +56,7 @@ class Deviation:
             own.start,
             own.stop,
             budget_bytes(rows.device, self.memory_budget),
+            self.products or "",
         )
         return options if panels is None else (*options, panels)
 
@@ -125,7 +128,9 @@ def semi_variance_total(
 
 
 class _Factors(NamedTuple):
-    """The gradients of the results as a function of them; before the walk, where the numbers of pairs suffice."""
+    """function: from the results of the walk to the gradients of the results. before: it needs the numbers of pairs
+    only, which are known before the walk.
+    """
 
     function: Callable[[Sequence[Tensor]], list[Tensor]]
     before: bool
@@ -143,7 +148,7 @@ class _Means:
         self.rows, self.is_query = rows, (count > 0).to(rows.dtype)[:, None]
         run, lengths = runs(start)
         self.queries = rows * self.is_query
-        sums = segment_sum(self.queries, lengths)
+        sums = segment_sum(self.queries, run, lengths)
         self.class_sums, self.all_queries, self.all_rows = sums[run], self.queries.sum(0), rows.sum(0)
         own = sums.square().sum()
         totals = torch.stack(
@@ -176,19 +181,20 @@ def _run(
     first: int,
     last: int,
     budget: int,
+    products: str,
     panels: Panels | None = None,
 ) -> tuple[Tensor, ...]:
     """Squares [2], selected [2] and pairs [2] of the queries first .. last - 1; start, count: of all rows."""
     given_rows, levels = inputs
     assert given_rows is not None
     rows, own = Rows(given_rows, order, normalize), slice(first, last)
-    means = _Means(rows.values, start, count)
-    n_rows, like = rows.values.shape[0], rows.values
+    n_rows, like = given_rows.shape[0], given_rows.new_empty(0, dtype=accumulation_dtype(given_rows.dtype))
     if panels is None:
         bound = max_class_size if max_class_size >= 0 else None
         panels = Panels.of(start[own], count[own], n_rows, like.itemsize, budget, bound)
     need = any(needs)
-    source = Products(rows, None, 1.0, panels.height, own, (need, False))
+    source = Products(rows, None, 1.0, panels.height, own, (need, False), products)
+    means = _Means(rows.operand.values(), start, count)
     walk = _Walk(source, panels, means.levels if levels is None else levels, own)
     if isinstance(given, _Factors):
         known = given.function([means.pairs] * 3) if given.before else None
@@ -202,11 +208,8 @@ def _run(
     grad_rows, grad_levels = like.new_empty(0), like.new_empty(0)
     if need:
         by_levels = 2 * given[0] * walk.slopes
-        total = source.total
-        if total is None:
-            total = source.total = torch.zeros_like(like)
         if levels is None and not detach_mean:
-            total += means.gradient(by_levels)
+            source.add_to_rows(means.gradient(by_levels))
         grad_rows = source.gradients()[0]
         grad_levels = by_levels if levels is not None else grad_levels
     return squares, selected, means.pairs, grad_rows, grad_levels
@@ -228,12 +231,18 @@ class _Walk:
                     totals[1][side] = totals[1][side] + deviation.count_nonzero()
                     totals[2][side] = totals[2][side] + deviation.sum()
                     totals[0][side] = totals[0][side] + deviation.square_().sum()
+                if given is not None:
+                    # At last: the memory of the scores, which holds deviations, is taken.
+                    self.source.add(panel.rows, self.source.gradient(panel.rows))
         squares, selected, total = (torch.stack(part).to(zero.dtype) for part in totals)
         self.slopes = torch.stack([total[0], -total[1]])
         return squares, selected
 
     def _deviations(self, panel: Panel, given: Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
-        """Of the positives [rows, width] and of the negatives [rows, N], 0 for what does not deviate."""
+        """Of the positives [rows, width] and of the negatives [rows, N], 0 for what does not deviate.
+
+        The gradient of the scores of the panel is then where the source has memory for it.
+        """
         rows, positives = panel
         scores = self.source.scores(rows)
         query = torch.arange(self.own.start + rows.start, self.own.start + rows.stop, device=scores.device)
@@ -246,7 +255,6 @@ class _Walk:
         if given is not None:
             grad = torch.mul(above, 2 * given[0][1], out=self.source.gradient(rows))
             positives.scatter(below * (-2 * given[0][0]), grad)
-            self.source.add(rows, grad)
         return below, above
 
 
@@ -259,7 +267,7 @@ def _fake(inputs: Inputs, given: Sequence[Tensor], *_: Any) -> Any:
 semi_variance_pass = Pass(
     "semi_variance",
     "Tensor? order, Tensor start, Tensor count, bool normalize, bool detach_mean, int max_class_size, SymInt first, "
-    "SymInt last, int budget",
+    "SymInt last, int budget, str products",
     _run,
     _fake,
     n_results=3,

@@ -1,8 +1,8 @@
 """One call split among processes that hold equal inputs: each computes a share, and every one gets the whole result.
 
-The derivative of each collective is that of the sum, over the processes, of what each makes of the result. Processes
-that all compute the same loss L so get the gradient of W L, W their number, spread over their inputs: averaged over the
-processes, as DistributedDataParallel averages, it is the gradient of L.
+W processes compute the same loss L. The derivative of a collective is that of a sum over the processes,
+L_1 + ... + L_W, where L_w is what process w makes of the result. Because every L_w is L, the gradients of all processes
+add up to that of W L. DistributedDataParallel divides them by W: what remains is the gradient of L.
 """
 
 import math

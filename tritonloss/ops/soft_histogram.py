@@ -13,14 +13,15 @@ from torch.nn import functional as F
 from tritonloss.backends import backend_module, selected_backend
 from tritonloss.distances import Distance, call_with_parameters, parameters_of
 from tritonloss.ops.library import Inputs, OutsideGraph, Pass, attach, kept_for
+from tritonloss.ops.panels import ROW_STRIDE_UNIT
 from tritonloss.ops.shares import Share, own_share
 from tritonloss.ops.sources import Called, Products, Rows, checked, distance_of_rows
-from tritonloss.ops.streaming import MIN_ROWS, ROW_STRIDE_UNIT, budget_bytes, rows_per_block
-from tritonloss.types import accumulation_dtype, upcast
+from tritonloss.ops.streaming import MIN_ROWS, budget_bytes, rows_per_block
+from tritonloss.types import ProductMode, accumulation_dtype, upcast, widest
 
 
 class SoftHistograms(NamedTuple):
-    """positives, negatives: [bins + 1], or [Q, bins + 1] per query: the number of pairs at each node, float64."""
+    """positives, negatives: [bins + 1], or [Q, bins + 1] per query: the number of pairs at each node, in `widest`."""
 
     positives: Tensor
     negatives: Tensor
@@ -34,6 +35,7 @@ class Counting:
     the backward pass; its parameters, if it is a module, get their gradient. torch.compile leaves its graph there.
     normalize: divide each row by its Euclidean norm (by 1e-12 if that is larger) within the pass.
     order: [N] int64, the original row of each row that the ranges speak of; None for the order that is given.
+    products: how rows are multiplied, see `tritonloss.ops.products`; None for TRITONLOSS_PRODUCTS, else "auto".
     """
 
     bins: int
@@ -43,6 +45,7 @@ class Counting:
     normalize: bool = False
     order: Tensor | None = None
     distance: Callable[[Tensor, Tensor], Tensor] | None = None
+    products: ProductMode | None = None
 
 
 def soft_histogram(
@@ -56,6 +59,7 @@ def soft_histogram(
     descending: bool = False,
     position: Tensor | None = None,
     memory_budget: int | None = None,
+    products: ProductMode | None = None,
 ) -> SoftHistograms:
     """Histograms of s = queries @ keys.T over the nodes t_r = -1 + 2r / bins, r = 0 .. bins, for s in [-1, 1].
 
@@ -78,9 +82,12 @@ def soft_histogram(
             costs half, because whole blocks of pairs that were counted before are skipped.
         memory_budget: what the similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU, a
             sixteenth of the device on CUDA.
+        products: how rows are multiplied, "auto", "ieee" or "split", see `tritonloss.ops.products`; default
+            TRITONLOSS_PRODUCTS, else "auto".
 
     Returns:
-        SoftHistograms(positives, negatives), [bins + 1] or [Q, bins + 1] float64, whose sums are the numbers of pairs.
+        SoftHistograms(positives, negatives), [bins + 1] or [Q, bins + 1] float64 (float32 on a device that may not have
+        it: MPS, XPU), whose sums are the numbers of pairs.
         Pairs are counted as integers and their fractions added in fixed point, 24 bits or more: exact beyond 2^24
         pairs, off by at most 2^-24 of the pairs of a bin, the same in every run. A histogram with a NaN among its
         similarities is NaN. Differentiable once, in queries and keys.
@@ -97,7 +104,7 @@ def soft_histogram(
         raise ValueError(
             f"position is None for {queries.shape[0]} queries and {keys.shape[0]} keys: expected as many keys"
         )
-    counting = Counting(bins, per_query, descending, memory_budget)
+    counting = Counting(bins, per_query, descending, memory_budget, products=products)
     return histograms_of(queries, None if queries is keys else keys, start, count, counting, position)
 
 
@@ -263,6 +270,7 @@ def _options(
         own.stop,
         budget_bytes(queries.device, counting.memory_budget),
         selected_backend(),
+        counting.products or "",
     )
     return options if counting.distance is None else (*options, counting.distance)
 
@@ -293,16 +301,16 @@ def key_ranges(start: Tensor, count: Tensor, position: Tensor, n_keys: int, per_
 class Tables:
     """Numbers of pairs and sums of fractions by bin, and what becomes of them: a value at each node.
 
-    counts [G, 2, bins + 2] int64 and fractions, the same in float64, are what the backends add to; the last entry is
+    counts [G, 2, bins + 2] int64 and fractions, the same in `widest`, are what the backends add to; the last entry is
     the number of NaN.
     """
 
-    def __init__(self, n_tables: int, bins: int, device: torch.device) -> None:
+    def __init__(self, n_tables: int, bins: int, dtype: torch.dtype, device: torch.device) -> None:
         self.counts = torch.zeros(n_tables, 2, bins + 2, dtype=torch.int64, device=device)
-        self.fractions = torch.zeros(n_tables, 2, bins + 2, dtype=torch.float64, device=device)
+        self.fractions = torch.zeros(n_tables, 2, bins + 2, dtype=widest(dtype, device), device=device)
 
     def histograms(self) -> Tensor:
-        """[G, 2, bins + 1] float64: node r has what the fractions leave of bin r, and the fractions of bin r - 1."""
+        """[G, 2, bins + 1]: node r has what the fractions leave of bin r, and the fractions of bin r - 1."""
         fractions = self.fractions[..., :-1]
         histograms = self.counts[..., :-1] - fractions
         histograms[..., 1:] += fractions[..., :-1]
@@ -334,7 +342,7 @@ def _tiles(
     size = rows_per_block(n_rows, n_keys, itemsize, device, budget)
     if skips and device.type == "cpu":
         # What a panel skips is decided by its first row. Launches, which a GPU would have more of, cost little here.
-        size = min(size, max(MIN_ROWS["cpu"], n_rows // 8, PAIRS_PER_TILE // max(1, n_keys)))
+        size = min(size, max(MIN_ROWS, n_rows // 8, PAIRS_PER_TILE // max(1, n_keys)))
     tiles = []
     for begin in range(0, n_rows, size):
         # Kernels rely on the alignment of the first score of a row.
@@ -361,6 +369,7 @@ def _run(
     last: int,
     budget: int,
     backend: str,
+    products: str,
     distance: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """Histograms [2, bins + 1] or [Q, 2, bins + 1] of the queries first .. last - 1, or the values of `function` [Q].
@@ -380,7 +389,7 @@ def _run(
     if distance is None:
         rows, others = Rows(queries, order, normalize), None if keys is None else Rows(keys, None, normalize)
         height = max((tile.rows.stop - tile.rows.start for tile in tiles), default=0)
-        source = Products(rows, others, 1.0, height, own, needs)
+        source = Products(rows, others, 1.0, height, own, needs, products, backend)
     else:
         in_order = queries if order is None else queries.index_select(0, order)
         source = Called((in_order, *inputs[1:]), distance_of_rows(distance, own), needs)
@@ -411,7 +420,7 @@ class _Counter:
 
     def of_all(self, tiles: Sequence[Tile], given: Any) -> Tensor:
         """One histogram, [2, bins + 1]."""
-        tables = Tables(1, self.bins, self.device)
+        tables = Tables(1, self.bins, self.dtype, self.device)
         scores = None
         if callable(given) or not given:
             for tile in tiles:
@@ -438,7 +447,7 @@ class _Counter:
                 scores, self.kept = self.source.scores(tile.rows, tile.first_key), None
                 grad = given[0][tile.rows]
             else:
-                tables = Tables(tile.rows.stop - tile.rows.start, self.bins, self.device)
+                tables = Tables(tile.rows.stop - tile.rows.start, self.bins, self.dtype, self.device)
                 scores = self._count(tile, tables)
                 result = tables.histograms()
                 if function:
@@ -453,7 +462,7 @@ class _Counter:
         if len(results) == 1:
             return results[0]
         shape = (0,) if function or given else (0, 2, self.bins + 1)
-        dtype = self.dtype if function else torch.float64
+        dtype = self.dtype if function else widest(self.dtype, self.device)
         return torch.cat(results) if results else torch.empty(shape, dtype=dtype, device=self.device)
 
     def _count(self, tile: Tile, tables: "Tables") -> Tensor:
@@ -497,13 +506,13 @@ def _fake(
     shape: tuple[int, ...] = (2, bins + 1)
     if per_query:
         shape = (0,) if given else (count.shape[0], *shape)
-    return (inputs[0].new_empty(shape, dtype=torch.float64),)
+    return (inputs[0].new_empty(shape, dtype=widest(inputs[0].dtype, inputs[0].device)),)
 
 
 histogram_pass = Pass(
     "histogram",
     "Tensor? order, Tensor start, Tensor count, Tensor? position, int bins, bool per_query, bool descending, "
-    "bool normalize, str function, SymInt first, SymInt last, int budget, str backend",
+    "bool normalize, str function, SymInt first, SymInt last, int budget, str backend, str products",
     _run,
     _fake,
     n_results=1,

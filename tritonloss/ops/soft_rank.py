@@ -13,7 +13,7 @@ from tritonloss.ops.library import attach
 from tritonloss.ops.rank import QueryFunction, check_surrogate, rank_pass
 from tritonloss.ops.shares import Share, own_share
 from tritonloss.ops.streaming import Panels, budget_bytes
-from tritonloss.types import accumulation_dtype
+from tritonloss.types import ProductMode, accumulation_dtype
 
 
 class SoftRanks(NamedTuple):
@@ -33,6 +33,7 @@ class Ranking:
 
     normalize: divide each row by its Euclidean norm (by 1e-12 if that is larger) within the pass. distance: "dot" for
     scores that are products of rows; "euclidean" for minus the distance of rows, which must be normalised.
+    products: how rows are multiplied, see `tritonloss.ops.products`; None for TRITONLOSS_PRODUCTS, else "auto".
     """
 
     surrogate: str = "sigmoid"
@@ -43,6 +44,7 @@ class Ranking:
     memory_budget: int | None = None
     normalize: bool = False
     distance: str = "dot"
+    products: ProductMode | None = None
 
     def options(
         self,
@@ -80,6 +82,7 @@ class Ranking:
             last,
             budget_bytes(queries.device, self.memory_budget),
             selected_backend(),
+            self.products or "",
         )
         return options if panels is None else (*options, panels)
 
@@ -96,6 +99,7 @@ def soft_rank(
     max_class_size: int | None = None,
     score_limit: float = math.inf,
     memory_budget: int | None = None,
+    products: ProductMode | None = None,
 ) -> SoftRanks:
     """R[q, i] = sum over the negatives j of q of g((s_qj - s_qi) / temperature), for every positive i of q.
 
@@ -116,6 +120,8 @@ def soft_rank(
             are not looked at from the host: without it they take the direct loop there. Scores beyond it give NaN.
         memory_budget: what the similarities may take; default TRITONLOSS_MEMORY_BUDGET, else 256 MiB on CPU, a
             sixteenth of the device on CUDA.
+        products: how rows are multiplied, "auto", "ieee" or "split", see `tritonloss.ops.products`; default
+            TRITONLOSS_PRODUCTS, else "auto".
 
     Returns:
         SoftRanks(ranks [M], scores [M], positive_ranks [M] or None), M = sum(count); differentiable once, in queries
@@ -132,7 +138,15 @@ def soft_rank(
         RuntimeError: the chosen backend cannot serve the device; a second derivative is asked for.
     """
     check_surrogate(surrogate, temperature, positive_ranks)
-    ranking = Ranking(surrogate, temperature, positive_ranks, max_class_size, score_limit, memory_budget)
+    ranking = Ranking(
+        surrogate,
+        temperature,
+        positive_ranks,
+        max_class_size,
+        score_limit,
+        memory_budget,
+        products=products,
+    )
     return _flat_ranks(queries, None if queries is keys else keys, start, count, ranking)
 
 

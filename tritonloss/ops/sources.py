@@ -6,55 +6,52 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonloss.backends import backend_module, eager
 from tritonloss.distances import call_with_parameters
+from tritonloss.ops.products import (
+    ALL,
+    Operand,
+    add_key_gradient,
+    add_query_gradient,
+    gradient_terms,
+    prepare,
+    resolve_mode,
+    row_gradient,
+    scores,
+    symmetric_gradient,
+)
 from tritonloss.ops.streaming import empty_scores
 from tritonloss.types import accumulation_dtype, upcast
 
-# Below it a norm is replaced by it, as torch.nn.functional.normalize does.
-LEAST_NORM = 1e-12
-# Rows of a transpose that is added as it is: what its strides touch is still in the first caches.
-MAX_STRIDED = 128
-
 
 class Rows:
-    """Rows [N, D] as an operand of products: sorted, in float32 or float64, normalised where asked; and the way back.
+    """Rows [N, D] as an operand of products: sorted, normalised where asked; and the way back.
 
-    order: [N] int64, the original row of each row here; None for their own order.
+    order: [N] int64, the original row of each row here; None for their own order. dtype: float32 or float64, that they
+    are computed in where the other operand has another dtype.
     """
 
     def __init__(self, rows: Tensor, order: Tensor | None = None, normalize: bool = False) -> None:
-        self.order, self.norm = order, None
-        values = upcast(rows if order is None else rows.index_select(0, order))
-        if normalize:
-            norm = torch.linalg.vector_norm(values, dim=1, keepdim=True)
-            self.is_short = norm < LEAST_NORM
-            self.norm = norm.clamp_(min=LEAST_NORM)
-            values = values / self.norm
-        self.values = values
+        self.rows = rows if order is None else rows.index_select(0, order)
+        self.order, self.normalize, self.dtype = order, normalize, accumulation_dtype(rows.dtype)
 
-    @property
-    def n_rows(self) -> int:
-        return self.values.shape[0]
+    def prepare(self, dtype: torch.dtype, mode: str, passes: Any) -> None:
+        """Make the operand, of rows of this dtype."""
+        self.operand = prepare(self.rows.to(dtype), normalize=self.normalize, mode=mode, passes=passes)
 
-    def panel(self, rows: slice) -> Tensor:
-        return self.values[rows]
+    def panel(self, rows: slice) -> tuple[Operand, slice]:
+        """An operand that holds these rows, and where."""
+        return self.operand, rows
 
-    def zeros(self) -> Tensor:
-        return torch.zeros_like(self.values)
+    def add(self, total: Tensor, rows: slice, terms: tuple[Tensor, ...], *rest: Any) -> None:
+        """Add the gradient of the last panel; terms and the rest: as for `add_query_gradient`."""
+        keys, scale, columns = rest
+        add_query_gradient(terms, keys, total[rows], scale, columns)
 
-    def add(self, total: Tensor, rows: slice, grad: Tensor, right: Tensor, scale: float) -> None:
-        """total[rows] += scale * grad @ right."""
-        total[rows].addmm_(grad, right, alpha=scale)
-
-    def gradient(self, grad: Tensor) -> Tensor:
-        """From the gradient of `values`, whose memory is overwritten, to that of the rows as they were given."""
-        if self.norm is not None:
-            # Along the row itself the normalised row does not change, unless its norm was replaced by a constant.
-            along = torch.bmm(grad[:, None], self.values[:, :, None])[:, 0].masked_fill_(self.is_short, 0)
-            grad.addcmul_(self.values, along, value=-1).div_(self.norm)
-        if self.order is None:
-            return grad
-        return torch.empty_like(grad).index_copy_(0, self.order, grad)
+    def gradient(self, total: Tensor) -> Tensor:
+        """From the sum of gradient products, whose memory is overwritten, to the gradient of the rows as given."""
+        grad = row_gradient(total, self.operand, total.dtype)
+        return grad if self.order is None else torch.empty_like(grad).index_copy_(0, self.order, grad)
 
 
 class PanelRows:
@@ -63,22 +60,19 @@ class PanelRows:
     def __init__(self, rows: Tensor, dtype: torch.dtype, normalize: bool) -> None:
         self.rows, self.dtype, self.normalize = rows, dtype, normalize
 
-    @property
-    def n_rows(self) -> int:
-        return self.rows.shape[0]
+    def prepare(self, dtype: torch.dtype, mode: str, passes: Any) -> None:
+        self.options = dtype, mode, passes
 
-    def panel(self, rows: slice) -> Tensor:
-        self.last = Rows(self.rows[rows].to(self.dtype), None, self.normalize)
-        return self.last.values
+    def panel(self, rows: slice) -> tuple[Operand, slice]:
+        dtype, mode, passes = self.options
+        self.last = prepare(self.rows[rows].to(dtype), normalize=self.normalize, mode=mode, passes=passes)
+        return self.last, ALL
 
-    def zeros(self) -> Tensor:
-        return torch.zeros_like(self.rows, dtype=self.dtype, memory_format=torch.contiguous_format)
-
-    def add(self, total: Tensor, rows: slice, grad: Tensor, right: Tensor, scale: float) -> None:
-        """Write the gradient of the last panel."""
+    def add(self, total: Tensor, rows: slice, terms: tuple[Tensor, ...], *rest: Any) -> None:
+        keys, scale, columns = rest
         out = total[rows]
-        torch.addmm(out, grad, right, beta=0, alpha=scale, out=out)
-        self.last.gradient(out)
+        add_query_gradient(terms, keys, out, scale, columns)
+        row_gradient(out, self.last, out.dtype)
 
     def gradient(self, total: Tensor) -> Tensor:
         return total
@@ -89,29 +83,38 @@ class Products:
 
     keys: None where the queries meet themselves; then both gradients are
     one. own: the queries that panels count from. needs: whether `add` is to be called for queries and for keys.
+    products, backend: options of the call; see `resolve_mode` and `backend_module`.
     """
 
     def __init__(
         self,
-        queries: "Rows | PanelRows",
+        queries: Rows | PanelRows,
         keys: Rows | None,
         scale: float,
         height: int,
         own: slice,
         needs: Sequence[bool],
+        products: str = "",
+        backend: str = "auto",
     ) -> None:
         self.queries, self.keys, self.scale, self.own = queries, keys, scale, own
         self.need_queries, self.need_keys = needs[0], keys is not None and needs[1]
         source = queries if keys is None else keys
         assert isinstance(source, Rows)
-        self.columns = source.values
-        n_rows, n_keys = queries.n_rows, self.columns.shape[0]
+        self.source, given = source, source.rows
+        dtype = given.dtype if queries.rows.dtype == given.dtype else queries.dtype
+        mode = resolve_mode(products or None, dtype, given.device)
+        passes = passes_of(backend, given.device) if mode == "split" else None
+        for rows in (queries,) if keys is None else (queries, keys):
+            rows.prepare(dtype, mode, passes)
+        n_rows, n_keys = queries.rows.shape[0], given.shape[0]
         # Half of the product with a gradient is saved where its panel is the only one.
         self.is_whole = keys is None and own.start == 0 and own.stop == n_rows and height >= n_rows
+        self.columns = given.new_empty(0, dtype=accumulation_dtype(dtype))
         self.scratch = empty_scores(height, n_keys, self.columns)
         self.scratch_grad = empty_scores(height if any(needs) else 0, n_keys, self.columns)
         self.total: Tensor | None = None
-        self.total_keys = torch.zeros_like(self.columns) if self.need_keys else None
+        self.total_keys = self.columns.new_zeros(given.shape) if self.need_keys else None
 
     def _panel(self, rows: slice) -> slice:
         return slice(self.own.start + rows.start, self.own.start + rows.stop)
@@ -119,44 +122,57 @@ class Products:
     def scores(self, rows: slice, first_key: int = 0) -> Tensor:
         """[rows, N - first_key], in memory that the next panel takes."""
         self.left = self.queries.panel(self._panel(rows))
-        out = self.scratch[: self.left.shape[0], first_key:]
-        # beta = 0: what is in the memory is not read.
-        return torch.addmm(out, self.left, self.columns[first_key:].T, beta=0, alpha=self.scale, out=out)
+        out = self.scratch[: rows.stop - rows.start, first_key:]
+        scores(*self.left, self.source.operand, self.scale, out, slice(first_key, None))
+        return out
 
     def gradient(self, rows: slice, first_key: int = 0) -> Tensor:
         """Memory for the gradient of the scores of a panel."""
         return self.scratch_grad[: rows.stop - rows.start, first_key:]
 
     def add(self, rows: slice, grad: Tensor, first_key: int = 0) -> None:
-        """Add what the gradient of the scores of the last panel gives to the gradients of the operands."""
-        left, right = self.left, self.columns[first_key:]
+        """Add what the gradient of the scores of the last panel gives to the gradients of the operands.
+
+        The scores of the panel and `grad` may be overwritten.
+        """
+        right, columns = self.source.operand, slice(first_key, None)
+        scratch = self.scratch[: grad.shape[0], : grad.shape[1]]
         if self.is_whole and not first_key:
-            self.total = torch.addmm(left, _plus_transpose(grad), left, beta=0, alpha=self.scale)
+            self.total = symmetric_gradient(grad, right, self.scale, scratch)
             return
+        terms = gradient_terms(grad, *self.left, right, columns, scratch=scratch)
         if self.need_queries:
             if self.total is None:
-                self.total = self.queries.zeros()
-            self.queries.add(self.total, self._panel(rows), grad, right, self.scale)
+                self.total = self._zeros()
+            self.queries.add(self.total, self._panel(rows), terms, right, self.scale, columns)
         total = self.total if self.keys is None else self.total_keys
         if total is not None:
-            total[first_key:].addmm_(grad.T, left, alpha=self.scale)
+            add_key_gradient(terms, *self.left, total[first_key:], self.scale)
+
+    def add_to_rows(self, grad: Tensor) -> None:
+        """Add to the gradient of rows that meet themselves that of their values as scores see them, [N, D]."""
+        if self.total is None:
+            self.total = self._zeros()
+        factor = self.source.operand.gradient_factor
+        self.total += grad if factor is None else grad * factor[:, None]
+
+    def _zeros(self) -> Tensor:
+        return self.columns.new_zeros(self.queries.rows.shape)
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """Those of queries and keys as they were given; empty where not needed."""
         grad_queries, grad_keys = self.columns.new_empty(0), self.columns.new_empty(0)
         if self.need_queries:
-            grad_queries = self.queries.gradient(self.queries.zeros() if self.total is None else self.total)
+            grad_queries = self.queries.gradient(self._zeros() if self.total is None else self.total)
         if self.keys is not None and self.total_keys is not None:
             grad_keys = self.keys.gradient(self.total_keys)
         return grad_queries, grad_keys
 
 
-def _plus_transpose(matrix: Tensor) -> Tensor:
-    """matrix + matrix.T, in memory of its own."""
-    if matrix.device.type == "cpu" and matrix.shape[0] > MAX_STRIDED:
-        # On a CPU torch copies a transpose by tiles, but adds one by strides.
-        return matrix.T.clone(memory_format=torch.contiguous_format).add_(matrix)
-    return matrix + matrix.T
+def passes_of(backend: str, device: torch.device) -> Any:
+    """The module whose `weigh` and `split_in_two` a backend takes: plain torch where it has none of its own."""
+    module = backend_module(backend, device)
+    return module if hasattr(module, "split_in_two") else eager
 
 
 class SortedMatrix:
@@ -247,7 +263,7 @@ class Called:
 
     def gradients(self) -> tuple[Tensor, ...]:
         """Those of all inputs; empty where not needed."""
-        return tuple(torch.empty(0) if total is None else total for total in self.totals)
+        return tuple(torch.empty(0, device="cpu") if total is None else total for total in self.totals)
 
 
 def distance_of_rows(distance: Callable[..., Tensor], own: slice) -> Callable[..., Tensor]:

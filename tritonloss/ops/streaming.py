@@ -9,21 +9,15 @@ import torch
 from torch import Tensor
 
 from tritonloss.layout import Positives
+from tritonloss.ops.panels import ROW_STRIDE_UNIT, plan_panels
 
 ENVIRONMENT_VARIABLE = "TRITONLOSS_MEMORY_BUDGET"
 MEBIBYTE = 1 << 20
-# A block is written by a GEMM and read by a reduction; in the backward pass its gradient lies beside it, and two GEMMs
-# read that. Half of the last-level cache each, and most of both is still there. A larger block costs memory bandwidth
-# only; below 16 MiB, which take 8 us at 2 TB/s, the launches cost as much. So a block on CUDA is half of the L2 cache
-# (50 MB on H100) within these limits; ROCm reports the cache of one die. On a CPU a block is small, because eager holds
-# the derivatives for every positive beside it; but with fewer rows than MIN_ROWS the GEMM reads its keys too often.
-BLOCK_BYTES = {"cpu": 2 * MEBIBYTE, "cuda": 64 * MEBIBYTE}
-LEAST_CUDA_BLOCK_BYTES = 16 * MEBIBYTE
-# Fewer rows than this starve the GEMM and leave multiprocessors without a program. On a CPU, where a block may then be
-# twice as large, a quarter of it at any length of a row.
-MIN_ROWS = {"cpu": 64, "cuda": 64}
-# Kernels address rows in units of this many elements, which keeps loads vectorised for every N.
-ROW_STRIDE_UNIT = 16
+# On a CPU a block is small, because eager holds the derivatives for every positive beside it; but with fewer rows than
+# MIN_ROWS the GEMM reads its keys too often: then a block may be twice as large, and a quarter of these rows are taken
+# at any length of a row. On CUDA a block is as tall as memory allows: see `plan_panels`.
+BLOCK_BYTES = 2 * MEBIBYTE
+MIN_ROWS = 64
 
 
 def budget_bytes(device: torch.device, requested: int | None = None) -> int:
@@ -47,21 +41,13 @@ def budget_bytes(device: torch.device, requested: int | None = None) -> int:
 
 
 def rows_per_block(rows: int, columns: int, itemsize: int, device: torch.device, budget: int) -> int:
-    """Rows of one block: cache-sized, never more than the budget allows."""
-    kind = "cuda" if device.type == "cuda" else "cpu"
+    """Rows of one block, never more than the budget allows: cache-sized on a CPU, tall on CUDA."""
+    if device.type == "cuda":
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        return plan_panels(rows, columns, itemsize, budget, multiprocessors).rows
     row_bytes = max(1, columns * itemsize)
-    block, least = _block_bytes(device), MIN_ROWS[kind]
-    if kind == "cpu":
-        least = max(least // 4, min(least, 2 * block // row_bytes))
-    target = max(block // row_bytes, least)
-    return max(1, min(target, budget // row_bytes, rows))
-
-
-def _block_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return BLOCK_BYTES["cpu"]
-    half_of_cache = torch.cuda.get_device_properties(device).L2_cache_size // 2
-    return min(max(half_of_cache, LEAST_CUDA_BLOCK_BYTES), BLOCK_BYTES["cuda"])
+    least = max(MIN_ROWS // 4, min(MIN_ROWS, 2 * BLOCK_BYTES // row_bytes))
+    return max(1, min(max(BLOCK_BYTES // row_bytes, least), budget // row_bytes, rows))
 
 
 def padded_scores(rows: int, columns: int, like: Tensor) -> Tensor:
@@ -93,6 +79,8 @@ class Panel(NamedTuple):
 # Ranks, scores and slopes, against the negatives and against the positives, their gradients, and what a function of
 # them needs: numbers that are held for each pair of a panel.
 NUMBERS_PER_PAIR = 32
+# The algorithms of large classes hold a few numbers more for each score. On a CPU a block is far below the budget.
+LARGE_CLASS, NUMBERS_PER_SCORE = 64, 8
 
 
 @dataclass(frozen=True)
@@ -134,13 +122,14 @@ class Panels:
         start, count = start.contiguous(), count.contiguous()
         n_rows = count.shape[0]
         height = rows_per_block(n_rows, n_keys, itemsize, count.device, budget)
+        numbers = NUMBERS_PER_SCORE * n_keys if count.device.type == "cuda" else 0
         if bound is not None:
             torch._assert_async((count <= bound).all(), "a class is larger than max_class_size")
-            height = _height_for_pairs(height, bound, itemsize, budget)
+            height = _height_for_pairs(height, bound, numbers, itemsize, budget)
             n_panels = -(-n_rows // height)
             return cls(start, count, n_keys, height, [bound] * n_panels, [False] * n_panels, n_rows * bound)
         least, largest, sums = _extremes(count, height, with_total)
-        lower = _height_for_pairs(height, max(largest, default=0), itemsize, budget)
+        lower = _height_for_pairs(height, max(largest, default=0), numbers, itemsize, budget)
         if lower < height:
             height = lower
             least, largest, sums = _extremes(count, height, with_total)
@@ -161,9 +150,13 @@ class Panels:
             yield Panel(rows, Positives(start, count, self.n_keys, width, is_full))
 
 
-def _height_for_pairs(height: int, width: int, itemsize: int, budget: int) -> int:
-    """At most `height`, so that what is held for the pairs of a panel fits the budget."""
-    return max(1, min(height, budget // max(1, NUMBERS_PER_PAIR * itemsize * width)))
+def _height_for_pairs(height: int, width: int, large: int, itemsize: int, budget: int) -> int:
+    """At most `height`, so that what is held for the pairs of a panel fits the budget.
+
+    large: how many numbers more the algorithms of large classes hold for each row.
+    """
+    numbers = NUMBERS_PER_PAIR * width + (large if width >= LARGE_CLASS else 0)
+    return max(1, min(height, budget // max(1, itemsize * numbers)))
 
 
 def _extremes(count: Tensor, height: int, with_total: bool) -> list[list[int]]:
