@@ -56,23 +56,24 @@ class Surrogate(NamedTuple):
     numbers: tuple[float, ...]
 
     def evaluate(self, difference: Tensor) -> tuple[Tensor, Tensor]:
-        """g and g' of each element; exactly 0 and 0 at negative infinity, NaN at a NaN."""
+        """g and g' of each element; exactly 0 and 0 at negative infinity, NaN at a NaN. The memory is overwritten."""
         if self.name == "upper_step":
             return _upper_step(difference, *self.numbers)
-        x = difference + self.numbers[0]
+        x = difference.add_(self.numbers[0])
         if self.name == "hinge":
-            value = x.clamp(min=0)
+            value = x.clamp_(min=0)
             return value, torch.sign(value)
         # Above 80 the softplus is its argument, by e^-80.
-        return F.softplus(x, threshold=80), torch.sigmoid(x)
+        return F.softplus(x, threshold=80), x.sigmoid_()
 
 
 def _upper_step(x: Tensor, bend: float, rise: float, jump: float, height: float) -> tuple[Tensor, Tensor]:
     sigmoid = torch.sigmoid(x)
     slope = torch.addcmul(sigmoid, sigmoid, sigmoid, value=-1)
     is_line = x > bend
-    value = torch.where(is_line, height + rise * (x - bend), sigmoid.add_(x > 0, alpha=jump))
-    return value, slope.masked_fill_(is_line, rise)
+    sigmoid.add_(x > 0, alpha=jump)
+    line = x.sub_(bend).mul_(rise).add_(height)
+    return torch.where(is_line, line, sigmoid, out=sigmoid), slope.masked_fill_(is_line, rise)
 
 
 @lru_cache(maxsize=256)
