@@ -47,6 +47,7 @@ from tritonloss.ops import (
     rank_total,
     register_query_function,
 )
+from tritonloss.ops.library import needs_gradient
 from tritonloss.ops.shares import own_share
 from tritonloss.ops.streaming import budget_bytes
 from tritonloss.types import IndicesTuple, LossDict, ProductMode, accumulation_dtype, upcast
@@ -505,6 +506,7 @@ class Queries:
     def _with_panels(self) -> Queries:
         if torch.compiler.is_compiling() or selected_backend() == "reference":
             return self
+        needs_gradient(self.inputs)  # what cannot be differentiated is refused before anything is computed
         own = self._own[1]
         n_keys = self.inputs.shape[1] if self.masks else self.inputs.shape[0]
         itemsize = accumulation_dtype(self.inputs.dtype).itemsize * (5 if self.masks else 1)
