@@ -1,10 +1,10 @@
 """`python -m bench.sass`: what the inner loops of `soft_rank` cost on sm_90, read from their machine code.
 
 A loop of `soft_rank` looks at its tile of keys and branches: to the form with one reciprocal for two triples, which is
-the common path; to the form with a reciprocal per triple; past both, if there is nothing to add or only ones. Common
-path is read from the branches alone: of all ways once round a loop, the shortest with at least one reciprocal for two
-triples. It includes loading the tile, looking at it, storing its gradient and the loop itself; what is prepared once
-for a program's row is left out.
+the common path; to the form with a reciprocal per triple; past both, if there is nothing to add or only ones.
+The common path is read from the branches alone: of all ways once round a loop, the shortest with at least one
+reciprocal for two triples. It includes loading the tile, looking at it, storing its gradient and the loop itself; what
+is prepared once for a program's row is left out.
 """
 
 from collections import Counter

@@ -20,10 +20,13 @@ from bench import rivals
 from bench.gpu_check import checks, plan, progress, pytests, results, summary, worker
 from tritonloss import reference
 from tritonloss.backends import tables
+from tritonloss.ops import sources
 
 MAIN: Any = importlib.import_module("bench.gpu_check.__main__")
 TINY = plan.PLANS["tiny"]
-SMALLEST = TINY._replace(dimension=8, batches=(12,), proxies=((8, 3),), check_batches=(5,), precision_batch=8)
+SMALLEST = TINY._replace(
+    dimension=8, batches=(12,), proxies=((8, 3),), check_batches=(5,), precision_batch=8, panel_rows=(5,)
+)
 
 
 @pytest.fixture
@@ -257,9 +260,49 @@ def test_plan_has_every_size_once() -> None:
         for size in plan.sizes(loss, full):
             for name in ("tritonloss", *case.rivals):
                 assert plan.Cell(loss, name, size) in cells
+            for matmul in plan.MODES:
+                assert plan.Cell(loss, "tritonloss", size, matmul) in cells
             for matmul in ("highest", "high"):
                 assert plan.Cell(plan.FLOOR, plan.FLOOR, size, matmul) in cells
-                assert plan.Cell(loss, "tritonloss", size, matmul) in cells
+    heights = [cell.name for cell in cells if cell.loss == plan.PANELS]
+    assert heights == [f"{rows} rows" for rows in (64, 128, 256, 512, 1024, 2048, 4096, 8192)]
+
+
+@pytest.mark.parametrize("matmul", plan.MODES)
+@pytest.mark.parametrize("loss", ["PNP", "ProxyAnchor"])
+def test_modes(loss: str, matmul: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each multiplies as it says, and all have the same value, but for the rounding of the rows."""
+    prepared: list[tuple[str, torch.dtype]] = []
+    original = sources.prepare
+
+    def spy(rows: torch.Tensor, *, mode: str, **options: Any) -> Any:
+        prepared.append((mode, rows.dtype))
+        return original(rows, mode=mode, **options)
+
+    monkeypatch.setattr(sources, "prepare", spy)
+    monkeypatch.setattr(worker, "MOST_ROUNDS", 3)
+    monkeypatch.setenv("TRITONLOSS_PRODUCTS", "auto")  # to be restored
+    size = (32, 12) if loss == "ProxyAnchor" else (32,)
+    found = []
+    for mode in ("highest", matmul):
+        prepared.clear()
+        found.append(worker.measure(plan.Cell(loss, "tritonloss", size, mode), TINY, "cpu"))
+    assert abs(found[1]["value"] / found[0]["value"] - 1) <= (5e-2 if "16" in matmul else 1e-4)
+    is_split = plan.MODES[matmul][1] == "split"
+    assert set(prepared) == {("split" if is_split else "ieee", plan.MODES[matmul][2])}
+
+
+def test_panels_of_a_height(monkeypatch: pytest.MonkeyPatch) -> None:
+    heights: list[int] = []
+    original = sources.Products.scores
+
+    def spy(self: Any, rows: slice, first_key: int = 0) -> torch.Tensor:
+        heights.append(rows.stop - rows.start)
+        return original(self, rows, first_key)
+
+    monkeypatch.setattr(sources.Products, "scores", spy)
+    worker.first_run(plan.step(plan.Cell(plan.PANELS, "12 rows", (32,), "bfloat16"), 16, "cpu"))
+    assert heights == [12, 12, 8]
 
 
 def test_measurement(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def test_integers_of_numpy_and_torch(n: Any) -> None:
         "memory_size": lambda n: SOPRCLoss(n + 1, memory_size=n)(ROWS, LABELS),
         "max_class_size": lambda n: losses.PNPLoss(max_class_size=n)(ROWS, LABELS),
         "memory_budget": lambda n: functional.smooth_ap_loss(ROWS, LABELS, memory_budget=n),
-        "InfoNCE": lambda n: functional.info_nce_loss(ROWS, LABELS, max_class_size=n, memory_budget=n),
+        "InfoNCE": lambda n: functional.info_nce_loss(ROWS, labels=LABELS, max_class_size=n, memory_budget=n),
         "SupCon": lambda n: functional.sup_con_loss(ROWS, LABELS, max_class_size=n, memory_budget=n),
         "TripletMargin": lambda n: losses.TripletMarginLoss(max_class_size=n)(ROWS, LABELS),
         "semi-variance": lambda n: SemiVarianceRegularizer(max_class_size=n, memory_budget=n)(ROWS, LABELS),

@@ -13,7 +13,7 @@ from bench import distributed, steps
 from bench.cases import BENCHMARKS, DIMENSION, OURS
 from bench.gpu_check import plan
 from bench.registry import LOSSES, title
-from tritonloss import losses
+from tritonloss import losses, tune
 
 ROOT = Path(__file__).resolve().parent.parent
 # Bases of losses, and a penalty that is added to one.
@@ -75,3 +75,7 @@ def test_every_row_of_a_benchmark_has_its_sizes() -> None:
     for case in BENCHMARKS.values():
         assert {OURS, *case.rivals} == set(case.sizes)
         assert all(len(sizes) == len(case.axes) for listed in case.sizes.values() for sizes in listed)
+
+
+def test_tuning_knows_every_loss() -> None:
+    assert set(tune.LOSSES) == set(LOSSES)

@@ -12,8 +12,9 @@ from torch import nn
 from tritonloss import losses
 from tritonloss.backends import tables, triton_unusable, tuning, use_backend
 
-# The losses that launch kernels of their own; the regularizer and the base classes do not.
-LOSSES = ("PNPLoss", "SmoothAPLoss", "SOPRCLoss", "HistogramLoss", "FastAPLoss", "ProxyAnchorLoss")
+# Every loss; the bases of losses are none.
+BASES = {"BaseProxyLoss", "PairLoss", "PerQueryLoss", "RankingLoss"}
+LOSSES = tuple(name for name in losses.__all__ if name.endswith("Loss") and name not in BASES)
 ROWS = tuple(1 << n for n in range(8, 16))
 PER_CLASS = (2, 4, 8, 32)
 

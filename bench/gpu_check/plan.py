@@ -1,7 +1,8 @@
 """What is measured, in the order of its worth, and how one step of each cell is made."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -10,15 +11,26 @@ from bench import rivals
 from bench.cases import OURS
 from bench.registry import LOSSES as LOSS_CASES
 from bench.registry import title
+from tritonloss import losses
+from tritonloss.ops import streaming
 
-FLOOR, PRECISION = "GEMMs alone", "precision"
+FLOOR, PRECISION, PANELS = "GEMMs alone", "precision", "panels"
+# How the rows of a cell are multiplied, by the name of its mode: torch's float32 matmul precision, TRITONLOSS_PRODUCTS,
+# and the dtype of the rows.
+MODES = {
+    "highest": ("highest", "ieee", torch.float32),
+    "high": ("high", "auto", torch.float32),
+    "split": ("highest", "split", torch.float32),
+    "bfloat16": ("highest", "split", torch.bfloat16),
+    "float16": ("highest", "split", torch.float16),
+}
 GEMM_BLOCK_BYTES = 2**30
 
 Size = tuple[int, ...]  # (N,), with proxies (N, C)
 
 
 class Cell(NamedTuple):
-    """One implementation of one loss at one size. matmul: torch's float32 matmul precision."""
+    """One implementation of one loss at one size. matmul: a key of MODES."""
 
     loss: str
     name: str
@@ -54,6 +66,7 @@ class Plan(NamedTuple):
     check_batches: tuple[int, ...]
     precision_batch: int
     compiled: bool
+    panel_rows: tuple[int, ...]
 
 
 class Step(NamedTuple):
@@ -72,6 +85,7 @@ PLANS = {
         check_batches=(129, 260),
         precision_batch=2048,
         compiled=True,
+        panel_rows=tuple(1 << n for n in range(6, 14)),
     ),
     "tiny": Plan(
         dimension=16,
@@ -80,6 +94,7 @@ PLANS = {
         check_batches=(23,),
         precision_batch=16,
         compiled=False,
+        panel_rows=(8, 32),
     ),
 }
 
@@ -175,6 +190,11 @@ def _in_order(plan: Plan) -> Iterator[Cell]:
         yield from of(loss, "eager")
     for loss in LOSSES:
         yield from of(loss, OURS, FLOOR, matmul="high")
+    for mode in ("bfloat16", "split", "float16"):
+        for loss in LOSSES:
+            yield from of(loss, OURS, matmul=mode)
+    for rows in plan.panel_rows:
+        yield Cell(PANELS, f"{rows} rows", (plan.batches[-1],), "bfloat16")
     yield Cell(PRECISION, PRECISION, (plan.precision_batch,))
     for loss, case in LOSSES.items():
         if "dense" in case.rivals:
@@ -200,16 +220,32 @@ def step(cell: Cell, dimension: int, device: str) -> Step:
     """The step of a cell: a GEMM has no loss, and returns the last block of its scores."""
     if cell.name == FLOOR:
         return gemms(cell.size, dimension, device)
+    dtype = MODES[cell.matmul][2]
     rows, labels = inputs(cell.size, dimension, device)
+    rows = rows.detach().to(dtype).requires_grad_()
+    if cell.loss == PANELS:
+        return of_height(losses.PNPLoss(), int(cell.name.split()[0]), rows, labels)
     case = LOSSES[cell.loss]
     build = case.build if cell.name == OURS else case.rivals[cell.name].build
     criterion = build(cell.size, dimension)
     leaves = [rows]
     if isinstance(criterion, nn.Module):
         criterion = criterion.to(device)
+        if case.with_proxies:
+            criterion = criterion.to(dtype)
         leaves += list(criterion.parameters())
     fill(leaves[1:])
     return Step(lambda: criterion(rows, labels), Tensor.backward, leaves)
+
+
+def of_height(criterion: nn.Module, height: int, rows: Tensor, labels: Tensor) -> Step:
+    """A step in panels of `height` rows, whatever the plan of the package is."""
+
+    def forward() -> Tensor:
+        with mock.patch.object(streaming, "rows_per_block", lambda n, *_: max(1, min(height, n))):
+            return cast(Tensor, criterion(rows, labels))
+
+    return Step(forward, Tensor.backward, [rows])
 
 
 @torch.no_grad()

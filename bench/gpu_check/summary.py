@@ -4,17 +4,24 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench import precision
-from bench.gpu_check.plan import FLOOR, LOSSES, OURS, PLANS, PRECISION, Cell, Plan, Size, sizes
+from bench.gpu_check.plan import FLOOR, LOSSES, OURS, PANELS, PLANS, PRECISION, Cell, Plan, Size, sizes
 from bench.report import MEBIBYTE, Row, Table
 
 METHOD = """\
 float32 embeddings [N, {dimension}], four of a class; for ProxyAnchor any of C classes. Each cell: ms of the forward
 pass / of forward and backward, median, each round from an idle device and a cold L2 cache; in parentheses the factor of
 forward and backward to tritonloss; peak memory above the inputs, gradients included. IEEE, TF32: torch's float32
-matmul precision "highest", "high". GEMMs alone: the similarities and the two products of their gradient through cuBLAS,
+matmul precision "highest", "high", without split products. split: float32 embeddings by split products; bfloat16,
+float16: embeddings of this dtype. GEMMs alone: the similarities and the two products of their gradient through cuBLAS,
 each once. eager, compiled: plain torch with gathered positives (Histogram, FastAP, ProxyAnchor: dense over pairs).
 dense: the N x N x N cube. An empty cell has not been measured."""
-MATMUL = {"highest": "IEEE", "high": "TF32"}
+MATMUL = {
+    "highest": "IEEE",
+    "high": "TF32",
+    "split": "split",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+}
 # A rival of another value computes another loss: no ratio to it is printed. Relative, for the value and for the norm
 # of the gradient; float32 similarities over a temperature of 0.01 give 4e-5, and a bin of a histogram may differ.
 AGREEMENT = {"value": 2e-4, "gradient_norm": 1e-2}
@@ -45,9 +52,11 @@ def _lines(results: dict[str, Any]) -> Iterator[str]:
         if results["checks"].get(loss, {"passed": False})["passed"]:
             yield ""
             yield from _table(loss, plan, results["cells"])
+    yield from _panels(plan, results["cells"])
     found = results["cells"].get(Cell(PRECISION, PRECISION, (plan.precision_batch,)).key, {})
     if "errors" in found:
         yield from ["", "## Precision of the GEMMs", "", *precision.markdown(found)]
+        yield from ["", *precision.accumulation_markdown(found)]
     elif "failed" in found:
         yield from ["", f"Precision of the GEMMs: {found['failed']}"]
     if results["tuned"]:
@@ -74,6 +83,16 @@ def _table(loss: str, plan: Plan, cells: dict[str, Any]) -> Iterator[str]:
             row = [_text(cells, loss, name, size, matmul) for name in names]
             if any(row):
                 yield "| " + " | ".join([*map(str, size), MATMUL[matmul], *row]) + " |"
+
+
+def _panels(plan: Plan, cells: dict[str, Any]) -> Iterator[str]:
+    """The sweep over the height of a panel: where it flattens, a panel is tall enough."""
+    size = (plan.batches[-1],)
+    rows = {n: _text(cells, PANELS, f"{n} rows", size, "bfloat16") for n in plan.panel_rows}
+    if any(rows.values()):
+        yield from ["", f"## Height of a panel: PNP, N = {size[0]}, bfloat16", ""]
+        yield from ["| rows | " + " | ".join(map(str, rows)) + " |", "|---" * (len(rows) + 1) + "|"]
+        yield "| ms | " + " | ".join(rows.values()) + " |"
 
 
 def find(cells: dict[str, Any], loss: str, name: str, size: Size, matmul: str) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ A process of its own: a kernel that crashes takes the CUDA context with it. Exit
 """
 
 import gc
+import os
 import statistics
 import sys
 import time
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from bench import precision
 from bench.gpu_check import checks, results
-from bench.gpu_check.plan import FLOOR, LOSSES, OURS, PLANS, PRECISION, Cell, Plan, Step, cells, step
+from bench.gpu_check.plan import FLOOR, LOSSES, MODES, OURS, PLANS, PRECISION, Cell, Plan, Step, cells, step
 from tritonloss.__main__ import tuned_configurations
+from tritonloss.ops.products import ENVIRONMENT_VARIABLE as PRODUCTS_VARIABLE
 
 NEW_PROCESS = 3
 WARM_UP, LEAST_ROUNDS, MOST_ROUNDS, SECONDS = 2, 3, 30, 0.5
@@ -62,8 +64,10 @@ def clear(step: Step) -> None:
 def measure(cell: Cell, plan: Plan, device: str) -> dict[str, Any]:
     """Median seconds, peak bytes above the inputs (on a GPU), and what the values are compared by."""
     if cell.name == PRECISION:
-        return precision.measure(cell.size[0], max(plan.batches), plan.dimension, device)
-    torch.set_float32_matmul_precision(cell.matmul)
+        n = cell.size[0]
+        return precision.measure(n, n, max(plan.batches), plan.dimension, precision.DEPTH, device)
+    precision_of_torch, os.environ[PRODUCTS_VARIABLE], _ = MODES[cell.matmul]
+    torch.set_float32_matmul_precision(precision_of_torch)
     if cell.name == "compiled":
         torch.compiler.reset()  # it gives up on a function that was compiled for many sizes
     run = step(cell, plan.dimension, device)

@@ -143,7 +143,7 @@ def _ranked(
         f"pnp {variant}",
         (b, alpha),
         dense,
-        cosine_ranking(anneal, max_class_size, memory_budget, products),
+        cosine_ranking(anneal, max_class_size, memory_budget, products=products),
         per_pair=True,
     )
 

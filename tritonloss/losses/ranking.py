@@ -130,9 +130,9 @@ class RankingLoss(PerQueryLoss):
             self.temperature,
             self.max_class_size,
             self.memory_budget,
-            self.products,
             self.surrogate,
             self.positive_ranks,
+            self.products,
         )
         return RankedLoss(self.of_pairs, (), self.dense, ranking)
 
@@ -154,9 +154,9 @@ def cosine_ranking(
     temperature: float,
     max_class_size: int | None,
     memory_budget: int | None,
-    products: ProductMode | None,
     surrogate: str = "sigmoid",
     positive_ranks: bool = False,
+    products: ProductMode | None = None,
 ) -> Ranking:
     """The options of the primitive for cosines."""
     return Ranking(

@@ -97,14 +97,8 @@ class RecallAtKLoss(RankingLoss):
         self.ks, self.rank_temperature = tuple(int(k) for k in ks), widths
 
     def ranked(self) -> RankedLoss:
-        return _ranked(
-            self.ks,
-            self.rank_temperature,
-            self.temperature,
-            self.max_class_size,
-            self.memory_budget,
-            self.products,
-        )
+        bounds = self.max_class_size, self.memory_budget
+        return _ranked(self.ks, self.rank_temperature, self.temperature, *bounds, self.products)
 
     def extra_repr(self) -> str:
         return f"ks={self.ks}, rank_temperature={self.rank_temperature}, temperature={self.temperature}"
@@ -134,7 +128,9 @@ def _ranked(
     memory_budget: int | None,
     products: ProductMode | None,
 ) -> RankedLoss:
-    ranking = cosine_ranking(temperature, max_class_size, memory_budget, products, positive_ranks=True)
+    ranking = cosine_ranking(
+        temperature, max_class_size, memory_budget, positive_ranks=True, products=products
+    )
     dense = partial(reference.recall_at_k, ks=ks, rank_temperature=widths, temperature=temperature)
     return RankedLoss("recall_at_k", (*map(float, ks), *widths), dense, ranking)
 

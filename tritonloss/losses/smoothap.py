@@ -80,7 +80,9 @@ class SmoothAPLoss(RankingLoss):
 def _ranked(
     temperature: float, max_class_size: int | None, memory_budget: int | None, products: ProductMode | None
 ) -> RankedLoss:
-    ranking = cosine_ranking(temperature, max_class_size, memory_budget, products, positive_ranks=True)
+    ranking = cosine_ranking(
+        temperature, max_class_size, memory_budget, positive_ranks=True, products=products
+    )
     dense = partial(reference.smooth_ap, temperature=temperature)
     return RankedLoss("smooth_ap", (), dense, ranking, per_pair=True)
 

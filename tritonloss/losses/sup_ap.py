@@ -142,7 +142,7 @@ def _ranked(
     dense = partial(
         reference.sup_ap, temperature=temperature, rho=rho, delta=delta, start=start, offset=offset
     )
-    ranking = cosine_ranking(temperature, max_class_size, memory_budget, products, surrogate)
+    ranking = cosine_ranking(temperature, max_class_size, memory_budget, surrogate, products=products)
     return RankedLoss("sup_ap", (), dense, ranking, per_pair=True)
 
 
