@@ -257,7 +257,7 @@ MUTANTS = [
     Mutant(
         "the budget does not count pairs",
         "tritonloss/ops/streaming.py",
-        "return max(1, min(height, budget // max(1, NUMBERS_PER_PAIR * itemsize * width)))",
+        "return max(1, min(height, budget // max(1, itemsize * numbers)))",
         "return max(1, height)",
         (f"{RANK}::test_panels_cover_every_row_once",),
     ),
