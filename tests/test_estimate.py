@@ -119,9 +119,9 @@ def test_every_loss_and_device(loss: str, device: str) -> None:
     assert f"bound by {found.bound}" in text
 
 
-def test_every_loss_of_the_package_is_known() -> None:
-    """By its own name, or by the one that it derives from: all that tune knows."""
-    assert set(LOSSES) == set(tune.LOSSES)
+def test_what_is_known_is_a_loss_of_the_package() -> None:
+    """By its own name, or by the one that it derives from."""
+    assert set(LOSSES) <= set(tune.LOSSES)
     assert tritonloss.estimate is estimate
 
 
