@@ -94,6 +94,7 @@ LOSSES = {
     "TripletMarginLoss": LossCase(
         lambda n_classes, dim, **options: losses.TripletMarginLoss(**options),
         bounded={"max_class_size": 9},
+        references=True,
     ),
     "SOPRCLoss": LossCase(
         lambda n_classes, dim, **options: losses.SOPRCLoss(n_classes, **{"memory_size": 8, **options}),

@@ -36,7 +36,7 @@ MOST_CALLS = {
     "HistogramLoss": 144,
     "FastAPLoss": 124,
     "ProxyAnchorLoss": 134,
-    "SOPRCLoss": 224,
+    "SOPRCLoss": 230,
     "NTXentLoss": 134,
     "SupConLoss": 134,
     "MultiSimilarityLoss": 134,

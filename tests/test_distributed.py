@@ -325,6 +325,7 @@ def work_of_this_rank() -> dict[str, int]:
             # So few pairs are one tile otherwise.
             patch.setattr(sys.modules["tritonloss.ops.soft_histogram"], "PAIRS_PER_TILE", 0)
             patch.setattr(streaming, "MIN_ROWS", 16)
+            patch.setattr(sys.modules["tritonloss.ops.soft_histogram"], "MIN_ROWS", 16)
 
             def count(function: Callable[..., Any]) -> Callable[..., Any]:
                 @functools.wraps(function)

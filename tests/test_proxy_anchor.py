@@ -393,7 +393,11 @@ def test_label_out_of_range(label: int, distance: Any, any_backend: str, device:
         ({"embeddings": torch.ones(4)}, ValueError, "embeddings"),
         ({"embeddings": torch.ones(4, 2, dtype=torch.int64)}, TypeError, "embeddings"),
         ({"embeddings": E1.rows.float()}, ValueError, "dtype torch.float64, the embeddings torch.float32"),
-        ({"embeddings": E1.rows.to("meta")}, ValueError, "the proxies are on .*, the embeddings on meta"),
+        (
+            {"embeddings": E1.rows.to("meta")},
+            ValueError,
+            "embeddings must have numbers, got .* on the meta device",
+        ),
         ({"indices_tuple": (torch.tensor([0.0]),) * 3}, TypeError, "indices_tuple"),
         ({"ref_emb": torch.ones(4, 2)}, ValueError, "ref_emb"),
         ({"ref_labels": torch.zeros(4, dtype=torch.int64)}, ValueError, "ref_emb"),

@@ -6,6 +6,7 @@
 import importlib.metadata
 import platform
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -75,7 +76,9 @@ def _backend_line(device: torch.device) -> str:
 def _products_line(device: torch.device) -> str:
     """How half precision and float32 rows are multiplied, and why."""
     try:
-        half, single = (resolve_mode(None, dtype, device) for dtype in (torch.bfloat16, torch.float32))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the reason is in the line
+            half, single = (resolve_mode(None, dtype, device) for dtype in (torch.bfloat16, torch.float32))
     except ValueError as error:
         return str(error)
     modes = half if half == single else f"{half} of half precision, {single} of float32"

@@ -482,7 +482,7 @@ def check(forms: tuple[Multiply, ...], device: torch.device) -> Multiply | str:
         name = form.__name__.removeprefix("multiply_")
         try:
             error = max(_errors(form, device), default=0.0)
-        except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as failure:
+        except Exception as failure:  # whatever a device or a build of torch raises is the answer
             wrong.append(f"{name} raises {type(failure).__name__}: {str(failure).splitlines()[0]}")
         else:
             if error <= CHECKED_TOLERANCE:
