@@ -78,6 +78,7 @@ HEAVIEST: dict[str, tuple[Any, ...]] = {
     "WITH_POSITIVES": (True,),
     "ONE_TILE": (True,),
     "DESCENDING": (True,),
+    "WEIGHED": (True,),
     "STRICT": (True,),
     "PER_UNIT": (8,),
     "POINTS": (12,),
@@ -133,14 +134,14 @@ def cover(arch: str, kernel: str) -> list[Build]:
 
 
 def scarcest(arch: str, kernel: str) -> list[Build]:
-    """For each dtype the build that takes the most registers: the most pairs per thread, then the most threads."""
+    """For each dtype of the kernel the build that takes the most registers: the most pairs per thread, then threads."""
     heavy = [build for build in builds(arch, kernel) if build.heaviest()]
     return [
         max(
             (build for build in heavy if build.dtype == dtype),
             key=lambda build: (build.pairs_per_thread(), build.constants.get("BLOCK_P", 1), build.num_warps),
         )
-        for dtype in ITEMSIZE
+        for dtype in dict.fromkeys(build.dtype for build in heavy)
     ]
 
 
