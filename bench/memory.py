@@ -4,6 +4,7 @@ In bytes. A process of its own, because the allocator of a process that ran anyt
 """
 
 import ctypes
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,9 +16,13 @@ from bench.cases import BENCHMARKS
 
 
 def peak_bytes(benchmark: str, name: str, *sizes: int | str, device: str) -> int:
-    """The figure, from a fresh process."""
+    """The figure, from a fresh process, whose allocator hands freed blocks back at once: how many it would hold depends
+    on what was freed before.
+    """
     command = [sys.executable, "-m", "bench.memory", benchmark, name, *map(str, sizes), device]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
+    found = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    return int(found.stdout.split()[-1])
 
 
 def _status(field: str) -> int:
