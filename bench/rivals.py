@@ -213,10 +213,10 @@ def recall_at_k_loop(embeddings: Tensor, labels: Tensor) -> Tensor:
     terms = []
     for difference, is_positive, query in _of_each_query(embeddings, labels):
         members = is_positive.nonzero().squeeze(1)
-        above = torch.sigmoid(difference / 0.01)
-        above[members, torch.arange(len(members), device=members.device)] = 0
-        above[query] = 0
-        rank = (1 + above.sum(0))[members != query]
+        counts = torch.ones_like(difference)
+        counts[members, torch.arange(len(members), device=members.device)] = 0
+        counts[query] = 0
+        rank = (1 + (torch.sigmoid(difference / 0.01) * counts).sum(0))[members != query]
         hits = [torch.sigmoid(k - rank).sum().clamp(max=k) / min(k, len(rank)) for k in (1, 2, 4, 8)]
         terms.append(1 - torch.stack(hits).mean())
     return torch.stack(terms).mean()
