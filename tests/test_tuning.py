@@ -510,7 +510,11 @@ def test_the_command_writes_a_complete_table(
 
 @pytest.mark.parametrize("name", tune.LOSSES)
 def test_a_step_of_every_loss(name: str) -> None:
-    tune._step(tune._criterion(name, 3, 5), torch.device("cpu"), 12, 4, 5)
+    """Once with a gradient and once without: the kernels of both are tuned."""
+    criterion, with_gradient = tune._criterion(name, 3, 5), []
+    criterion.register_forward_hook(lambda *_: with_gradient.append(torch.is_grad_enabled()))
+    tune._step(criterion, torch.device("cpu"), 12, 4, 5)
+    assert with_gradient == [True, False]
 
 
 def test_the_command_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

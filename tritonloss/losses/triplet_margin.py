@@ -351,12 +351,13 @@ def by_labels(arguments: Arguments) -> Batch:
 def reduced(rule: Rule, arguments: Arguments, reduction: str) -> Tensor:
     """The sum or a mean over the losses of all triplets."""
     if selected_backend() == "reference" or arguments.indices is not None:
-        losses = dense(rule, arguments)[0] if arguments.indices is None else listed(rule, arguments)[0]
-        total, n_above_zero = losses.sum(), (losses.detach() > 0).sum()
-        if reduction == "mean" and arguments.indices is None:
-            number = dense(rule, arguments)[1].sum()
+        if arguments.indices is None:
+            losses, is_triplet = dense(rule, arguments)
         else:
-            number = n_above_zero if reduction == "mean_nonzero" else torch.tensor(losses.numel())
+            losses = listed(rule, arguments)[0]
+            is_triplet = torch.ones_like(losses, dtype=torch.bool)
+        total = losses.sum()
+        number = (losses.detach() > 0 if reduction == "mean_nonzero" else is_triplet).sum()
     else:
         batch = by_labels(arguments)
         total, number = counted_total(
